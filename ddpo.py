@@ -50,7 +50,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections import Counter
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -60,6 +59,7 @@ from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Annotated
+from warnings import warn
 
 import diffusers
 import numpy as np
@@ -82,7 +82,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributions import Normal
 from tqdm import tqdm
 
-VERSION = "2026.11"  # as in CITATION.cff
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
@@ -108,7 +107,7 @@ def alias(*flags):
 @pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- Sampling. The batch of an epoch: sample_batch_size * sample_num_batches_per_epoch * processes images ---
-    sample_num_steps: Annotated[Count, alias("--sample-num-inference-steps")] = 10  # denoising steps N (TRL: 50)
+    sample_num_steps: Count = 10  # denoising steps N (TRL: 50)
     sample_eta: Annotated[float, Field(gt=0, le=1)] = 1.0  # scale of sigma; 1 is DDPM (TRL: 1); 0 would not explore
     sample_guidance_scale: NonNegative = 1.0  # classifier-free guidance in sampling and training; 1: none (TRL: 5)
     sample_batch_size: Count = 64  # images sampled at once, on each process (TRL: 1)
@@ -141,8 +140,6 @@ class Args:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text; the whole row is the metadata of its image ---
     dataset: Name = f"{TOY}/shapes/data"  # folder of train.jsonl (or .parquet), one such file, or a name on the hub
-    dataset_config: Name | None = None  # of a hub dataset that has several
-    dataset_train_split: Name = "train"  # split to train on
     # --- Run ---
     seed: Natural = 1  # seed of the noise, the order of prompts, mini-batches and steps, and adapters
     num_epochs: Count = 25  # epochs: one batch of images each (TRL: 100)
@@ -167,11 +164,7 @@ def train(args):
 
     prompts = load_rows(args, chain.pipe.tokenizer)
     B = args.sample_batch_size * args.sample_num_batches_per_epoch * WORLD_SIZE  # images of an epoch
-    mini_batch_size = args.train_batch_size * args.train_gradient_accumulation_steps * WORLD_SIZE
-    is_whole = B % mini_batch_size == 0
-    require(is_whole, f"the {B} images of an epoch are no multiple of the {mini_batch_size} of an optimiser step")
-    num_updates = args.train_num_inner_epochs * B // mini_batch_size  # optimiser steps of an epoch
-    print(f"{args.num_epochs} epochs on {args.device}, each of {B} images and {num_updates} optimiser steps")
+    print(f"{args.num_epochs} epochs on {args.device}, each of {B} images, drawn in {args.sample_num_steps} steps")
     passes = range(1 + args.num_epochs * B // len(prompts))
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
@@ -207,8 +200,8 @@ def train(args):
             stats = update(chain, optimizer, rollout, args)
         check_update(stats, rollout, epoch, args)
         stats |= rollout_stats(rollout, reward_fns)
-        run.log(stats | {"epoch": epoch, "step": epoch * num_updates}, "reward_mean", "objective/kl")
-        if run.is_due(args.image_steps):
+        run.log(stats | {"epoch": epoch, "step": epoch * stats["step"]}, "reward_mean", "objective/kl")
+        if run.is_due(args.image_steps) and not RANK:
             draw_images(run, chain, prompts, args)
         schedule.step()
     run.finish()
@@ -325,21 +318,21 @@ def gaussian_kl(mean, ref_mean, std):
 @torch.no_grad()
 def sample_images(chain, examples, noise, args, of="policy"):
     """Draws an image per example from its noise (b, N+1, C, H, W), with the policy or the reference."""
-    scheduler, eta = chain.pipe.scheduler, args.sample_eta
     context = chain.encode([row["prompt"] for row in examples], args)  # (b, L, D)
     noise = noise.to(args.device)
     x = noise[:, 0]  # (b, C, H, W)
     latents, logprobs, kl, ref_means = [x], [], [], []
     for t, z in zip(chain.timesteps, noise[:, 1:].unbind(1)):
         t = t.expand(len(x))  # (b,)
-        mean, std = ddim_step(scheduler, chain.predict(x, t, context, args, of), t, x, eta)
-        ref_mean, _ = ddim_step(scheduler, chain.predict(x, t, context, args, "reference"), t, x, eta)
+        prediction = chain.predict(x, t, context, args, of)  # (b, C, H, W)
+        mean, std = ddim_step(chain.pipe.scheduler, prediction, t, x, args.sample_eta)
+        prediction = chain.predict(x, t, context, args, "reference")
+        ref_mean, _ = ddim_step(chain.pipe.scheduler, prediction, t, x, args.sample_eta)
         x = mean + std * z
         latents.append(x)
         logprobs.append(gaussian_logprobs(x, mean, std))
         kl.append(gaussian_kl(mean, ref_mean, std))
         ref_means.append(ref_mean)
-    require(x.isfinite().all(), "the policy's images are not finite: the learning rate may be too high")
     latents, logprobs, kl = (torch.stack(tensors, 1) for tensors in (latents, logprobs, kl))
     ref_means = torch.stack(ref_means, 1) if args.kl_coef else None
     return Rollout(examples, context, latents, logprobs, kl, ref_means, images=chain.decode(x, args))
@@ -370,7 +363,7 @@ def image_rewards(function, part, args):
     if isinstance(rewards, tuple):
         rewards = rewards[0]
     is_list = isinstance(rewards, (list, Tensor, np.ndarray)) and len(rewards) == len(rows)
-    is_list = is_list and not any(isinstance(x, str) for x in rewards)
+    is_list = is_list and not any(x is None or isinstance(x, str) for x in rewards)
     require(is_list, f"{function.__name__} should return a list of {len(rows)} numbers, not {rewards!r:.80}")
     return torch.tensor([float(x) for x in rewards], device=args.device)
 
@@ -385,7 +378,7 @@ def score_batch(parts, examples, reward_fns, args):
     for name, x in vars(parts[0]).items():
         if isinstance(x, Tensor):
             setattr(rollout, name, all_gather(torch.cat([getattr(part, name) for part in parts])))
-    require(rollout.rewards.isfinite().all(), "a function of --reward-fn returned a reward that is not finite")
+    require(rollout.rewards.isfinite().all(), "a reward is not finite: it is wrong, or the learning rate is too high")
     weights = rollout.rewards.new_tensor(args.reward_weights or [1.0] * len(reward_fns))
     rollout.scores = (rollout.rewards * weights).sum(1)
     return rollout
@@ -431,13 +424,14 @@ def update(chain, optimizer, rollout, args):
     """
     B = len(rollout.scores)
     N = int(rollout.old_logprobs[0].isfinite().sum())  # leaves out a last step with sigma = 0
-    require(N, "the only denoising step has sigma = 0: increase --sample-num-steps")
+    require(N, "no step has a density: increase --sample-num-steps, or lower the learning rate if images are NaN")
     S = max(1, int(N * args.train_timestep_fraction))
     mini_batch_size = args.train_batch_size * args.train_gradient_accumulation_steps * WORLD_SIZE
     logs = []  # one per optimiser step
     for _ in range(args.train_num_inner_epochs):
         order = torch.randperm(B).to(args.device)
-        steps = torch.stack([torch.randperm(N)[:S] for _ in range(B)]).to(args.device)  # (B, S), own order per image
+        steps = torch.stack([torch.randperm(N)[:S] for _ in range(B)])  # (B, S) an order for each image
+        steps = steps.to(args.device)
         for mini_batch in order.split(mini_batch_size):
             optimizer.zero_grad()
             num_pairs = len(mini_batch) * S / WORLD_SIZE
@@ -466,13 +460,15 @@ def update(chain, optimizer, rollout, args):
             logs.append(dict(zip(sums, means.tolist())) | {"grad_norm": norm.item()})
     optimizer.zero_grad()
     stats = {name: sum(log[name] for log in logs) / len(logs) for name in logs[0]}
-    return stats | {"first_ratio_error": logs[0]["first_ratio_error"]}  # before any step, where the ratio should be 1
+    stats["first_ratio_error"] = logs[0]["first_ratio_error"]  # before any step, where the ratio should be 1
+    return stats | {"step": len(logs)}
 
 
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs =============================
 def rollout_stats(rollout, reward_fns):
     """Metrics of an epoch's images, from before the update."""
-    stats = {"reward_mean": rollout.scores.mean().item(), "reward_std": rollout.scores.std(correction=0).item()}
+    stats = {"reward_mean": rollout.scores.mean().item()}
+    stats["reward_std"] = rollout.scores.std(correction=0).item()
     stats["objective/kl"] = rollout.kl.sum(1).mean().item()
     for name, rewards in zip(reward_fns, rollout.rewards.T):
         stats[f"rewards/{name}/mean"] = rewards.mean().item()
@@ -486,16 +482,14 @@ def check_update(stats, rollout, epoch, args):
     if not stats["first_ratio_error"] <= limit:
         message = "sampling and update use different distributions (first_ratio_error): dropout, or weights of NaN?"
         require(epoch > 1, message)
-        warnings.warn(message)
+        warn(message)
     if not rollout.advantages.any():
-        warnings.warn("all scores are equal, so no image is better than another: check the reward")
+        warn("all scores are equal, so no image is better than another: check the reward")
 
 
 def draw_images(run, chain, prompts, args):
     """images/epoch-N.png: eight images of the initial model above eight of the policy, from the same noise."""
-    if RANK:
-        return
-    examples = [prompts[i % len(prompts)] for i in range(8)]
+    examples = (prompts * 8)[:8]
     noise = chain.draw_noise(8, torch.Generator().manual_seed(args.seed))  # the same in each epoch
     rows = [sample_images(chain, examples, noise, args, of).images for of in ("reference", "policy")]
     images = nn.functional.pad(torch.cat(rows), (1, 1, 1, 1), value=0.5)  # (16, 3, height, width) with a frame
@@ -510,11 +504,10 @@ CURVES = {"reward": "reward_mean|/mean$", "KL": "objective/kl$", "update": "appr
 
 
 def load_chain(args):
-    """Policy and reference, the UNet of a Stable Diffusion pipeline. It stays in evaluation mode: dropout would change
-    the ratio.
+    """Policy and reference, the UNet of a Stable Diffusion pipeline, in evaluation mode: dropout would move the ratio.
 
-    The schedule is DDIM's, with the noise of the pipeline's own, and with its steps if they are N and even: PNDM and
-    Heun have more, Karras uneven ones. Latents are not clipped, as in StableDiffusionPipeline.
+    The schedule is DDIM's, with the noise and the spacing of the pipeline's own, but even steps instead of Karras'.
+    Latents are not clipped, as in StableDiffusionPipeline.
     """
     options = {"use_safetensors": True, "safety_checker": None, "requires_safety_checker": False}
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(args.model, dtype=torch.float32, **options)
@@ -526,21 +519,22 @@ def load_chain(args):
         from peft import LoraConfig
 
         transformers.set_seed(args.seed)  # all processes draw the same adapters
-        shape = {"r": args.lora_r, "lora_alpha": args.lora_r, "target_modules": ["to_k", "to_q", "to_v", "to_out.0"]}
-        policy.requires_grad_(False).add_adapter(LoraConfig(**shape, init_lora_weights="gaussian"))
+        layers = ["to_k", "to_q", "to_v", "to_out.0"]
+        lora = LoraConfig(r=args.lora_r, lora_alpha=args.lora_r, target_modules=layers, init_lora_weights="gaussian")
+        policy.requires_grad_(False).add_adapter(lora)
     N, own = args.sample_num_steps, pipe.scheduler
-    config = dict(own.config)
-    config.pop("_use_default_values", None)  # otherwise DDIM's defaults would replace those of the scheduler
+    config = dict(own.config, _use_default_values=[])  # otherwise DDIM's defaults would replace those of the scheduler
     ddim = diffusers.DDIMScheduler.from_config(config, clip_sample=False)
     is_known = ddim.config.prediction_type in ("epsilon", "sample", "v_prediction") and not ddim.config.thresholding
     require(is_known, f"{args.model}: its scheduler has a prediction_type or thresholding that is not supported")
     ddim.set_timesteps(N)
-    own.set_timesteps(N)
-    times = own.timesteps.round().long()  # Euler's are not integers
-    if len(times) == N > 1 and times.diff().max() - times.diff().min() <= 1:
-        ddim.timesteps = times
-    if ddim.timesteps[-1] == 0:  # linspace, from the last time to the first: N - 1 intervals
-        ddim.num_inference_steps = max(1, N - 1)
+    if config.get("timestep_spacing") == "linspace":  # which ends at time 0 in Euler and LMS, before it in DPM++
+        own.set_timesteps(N)
+        times = own.timesteps.round().long()
+        if len(times) == N and len(times.diff().unique()) <= 2:  # even, but for rounding
+            ddim.timesteps = times
+        if ddim.timesteps[-1] == 0:
+            ddim.num_inference_steps = max(1, N - 1)  # the number of intervals
     policy.pipe, policy.scheduler = pipe.to(args.device), own  # for save_pipeline
     pipe.scheduler = ddim
     chain = Chain(pipe, policy, reference, ddim.timesteps.to(args.device))
@@ -582,7 +576,7 @@ def load_image_rewards(args):
 
 def load_rows(args, tokenizer):
     """The rows of the dataset, each with its prompt. Prints the first prompt as the text encoder reads it."""
-    rows = read_rows(args.dataset, args.dataset_config, args.dataset_train_split)
+    rows = read_rows(args.dataset, None, "train")
     require(rows, f"--dataset {args.dataset} has no prompts to train on")
     for number, row in enumerate(rows, 1):
         require(isinstance(row.get("prompt"), str), f"row {number} of {args.dataset}: 'prompt' is not a text")
@@ -595,6 +589,10 @@ def load_rows(args, tokenizer):
 
 def begin(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
+    is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
+    require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
+    if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
@@ -633,20 +631,24 @@ def parse(rows, function, where):
 
 def read_rows(name, config, split):
     """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub. Values stay as they are in the file. Without such a split, an empty list."""
+    hub. Values stay as they are in the file. Without such a split, an empty list. train[:9] is the first nine rows."""
     import datasets
 
     path = Path(name)
-    files = [path] if path.is_file() and split == "train" else []
-    files += [file for file in (path / f"{split}.jsonl", path / f"{split}.parquet") if file.exists()]
-    if files:
-        print(f"{split}: reads {files[0]}")
+    part, _, end = str(split).partition("[:")
+    files = [path] if path.is_file() and part == "train" else []
+    files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
     if files and files[0].suffix == ".jsonl":
-        return parse(open(files[0], "rb"), json.loads, files[0])
-    if files:
-        return datasets.load_dataset("parquet", data_files=str(files[0]), split="train").to_list()
-    is_on_hub = not path.exists() and split in datasets.get_dataset_split_names(name, config)
-    return datasets.load_dataset(name, config, split=split).to_list() if is_on_hub else []
+        with open(files[0], "rb") as lines:
+            rows = parse(lines, json.loads, files[0])
+    elif files:
+        rows = datasets.load_dataset("parquet", data_files=str(files[0]), split="train").to_list()
+    elif not path.exists() and part in datasets.get_dataset_split_names(name, config):
+        rows = datasets.load_dataset(name, config, split=part).to_list()
+    else:
+        return []
+    print(f"{split}: reads {(files + [name])[0]}")
+    return rows[: int(end[:-1])] if end else rows
 
 
 def shuffled(n, seed, number):

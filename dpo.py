@@ -79,7 +79,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-VERSION = "2026.11"  # as in CITATION.cff
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
@@ -165,7 +164,7 @@ def train(args):
     policy = load_policy(args)
     reference = None if args.reference_free else policy  # with LoRA: while the adapter is off
     if args.lora_r:
-        add_adapter(policy, args)
+        add_adapter(policy, args, "CAUSAL_LM")
     elif reference is not None:
         reference = deepcopy(policy).requires_grad_(False)
         place(reference, args)
@@ -173,7 +172,8 @@ def train(args):
 
     pairs = load_pairs(args, args.dataset_train_split, policy)
     eval_pairs = load_pairs(args, args.dataset_test_split, policy)
-    args = choose_sizes(args, policy, pairs)  # from here on, all sizes are set
+    rate = max(5e-7, 1e-5 * (124e6 / policy.num_parameters()) ** 0.6)  # 1e-5 for GPT-2's size; the paper's: 1e-6
+    args = choose_sizes(args, policy, pairs, rate)  # from here on, all sizes are set
     batches, steps_per_pass = length_grouped_batches(pairs, args)
     num_steps = math.ceil(args.num_train_epochs * steps_per_pass)
     eval_ref_logps = read_reference(policy, reference, eval_pairs, args)  # (N, 2)
@@ -399,12 +399,6 @@ def load_policy(args):
     return policy
 
 
-def default_rate(args, model):
-    """1e-5 for a model of GPT-2's size, more for smaller ones, at least 5e-7; ten times as high with LoRA."""
-    rate = max(5e-7, 1e-5 * (124e6 / model.num_parameters()) ** 0.6) * (10 if args.lora_r else 1)
-    return float(f"{rate:.2g}")
-
-
 # === From here on, a function has the same text in all scripts that have it ==========================================
 # --- Rows -------------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
@@ -431,8 +425,9 @@ def load_pairs(args, split, model):
             check(chosen[:-1] == rejected[:-1], "'chosen' and 'rejected' differ before their last messages")
             prompt, chosen, rejected = chosen[:-1], chosen[-1:], rejected[-1:]
         types = {type(prompt), type(chosen), type(rejected)}
-        check(types in ({str}, {list}), "'prompt', 'chosen' and 'rejected' are not all texts, or all messages")
-        if str in types:
+        message = "'prompt', 'chosen' and 'rejected' should be texts in all rows, or messages in all rows"
+        check(types == {list if is_chat else str}, message)
+        if not is_chat:
             check(prompt and chosen and rejected, "'prompt', 'chosen' or 'rejected' is empty")
             return prompt, prompt + chosen, prompt + rejected
         check_messages(prompt, last="user")
@@ -462,18 +457,17 @@ def load_pairs(args, split, model):
 
     tokenizer = model.tokenizer
     rows = read_rows(args.dataset, args.dataset_config, split)
-    columns = [list(column) for column in zip(*parse(rows, texts_of, f"{args.dataset}, {split}"))]
-    is_chat = holds_messages(rows, "chosen")
-    ids = [encode(column, tokenizer, is_chat) for column in columns]
+    is_chat = isinstance(rows[0].get("chosen") if rows else None, list)
+    texts = parse(rows, texts_of, f"{args.dataset}, {split}")
+    ids = [encode(list(column), tokenizer, is_chat) for column in zip(*texts)]
     whole = parse(zip(rows, *ids), pair_of, f"{args.dataset}, {split}")
     limit = min(args.max_length, getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length))
     pairs = [cut_to_fit(pair, limit, args) for pair in whole]
     pairs = [pair for pair in pairs if not np.array_equal(pair.chosen, pair.rejected)]
-    if whole:
-        num_cut = sum(len(pair) > limit for pair in whole)
-        print(f"{split}: {len(pairs)} of {len(whole)} pairs differ within {limit} tokens; {num_cut} were cut")
+    num_cut = sum(len(pair) > limit for pair in whole)
+    print(f"{split}: {len(pairs)} of {len(whole)} pairs differ within {limit} tokens; {num_cut} were cut")
     for pair in pairs[:1]:
-        texts = map(tokenizer.decode, (pair.prompt, pair.chosen, pair.rejected))
+        texts = tokenizer.batch_decode([pair.prompt, pair.chosen, pair.rejected])
         print("the first one, as the model reads it:", *map(repr, texts), sep="\n  ")
     return pairs
 
@@ -482,40 +476,37 @@ def length_grouped_batches(pairs, args):
     """The batches of all passes, as numbers of pairs, and how many make a pass. The pairs of a batch have similar
     lengths, to save padding: in each pass they are shuffled, split into groups of 50 batches, and sorted within a
     group; then the batches are shuffled."""
-    batches = []
+    B, batches = args.batch_size, []
     for number in range(math.ceil(args.num_train_epochs)):
         rows = shuffled(len(pairs), args.seed, 2 * number)
-        of_pass = []
-        for first in range(0, len(rows), 50 * args.batch_size):
-            group = sorted(rows[first : first + 50 * args.batch_size], key=lambda i: len(pairs[i]))
-            of_pass += [group[i : i + args.batch_size] for i in range(0, len(group), args.batch_size)]
+        groups = [sorted(rows[i : i + 50 * B], key=lambda i: len(pairs[i])) for i in range(0, len(rows), 50 * B)]
+        of_pass = [group[i : i + B] for group in groups for i in range(0, len(group), B)]
         batches += [of_pass[i] for i in shuffled(len(of_pass), args.seed, 2 * number + 1)]
     return batches, len(of_pass)
 
 
 def micro_batches(rows, args):
-    """Yields this process's rows, RANK, RANK + WORLD_SIZE, ..., micro_batch_size at a time, and a mask (b,). All
-    processes need equally many, so that some may repeat one of the first rows: there the mask is false."""
+    """This process's rows, RANK, RANK + WORLD_SIZE, ..., micro_batch_size at a time, each with a mask (b,). A sharded
+    model needs equally many in each process, so some repeat one of the first rows: there the mask is false."""
     n = len(rows)
-    numbers = torch.arange(RANK, math.ceil(n / WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE)  # n or more: repeated
-    for part in numbers.split(args.micro_batch_size):
-        yield [rows[i] for i in part % n], (part < n).to(args.device)
+    numbers = torch.arange(RANK, n + -n % WORLD_SIZE, WORLD_SIZE)  # n or more: repeated
+    parts = numbers.split(args.micro_batch_size)
+    return [([rows[i] for i in part % n], (part < n).to(args.device)) for part in parts]
 
 
-def choose_sizes(args, model, pairs):
+def choose_sizes(args, model, pairs, default_rate):
     """Returns the settings with learning rate and batch sizes filled in, and prints them."""
     require(pairs, f"--dataset {args.dataset} has no pairs to train on")
-    rate = args.learning_rate or default_rate(args, model)
+    rate = args.learning_rate or float(f"{default_rate * (10 if args.lora_r else 1):.2g}")
     per_device = args.per_device_train_batch_size
-    num_rows = args.num_train_epochs * len(pairs)
-    batch_size = args.batch_size or max((size for size in (8, 16, 32, 64) if num_rows / size >= 100), default=4)
-    if per_device:
-        batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
-    default = 16 if args.device == "cpu" else max(1, 4096 // max(map(len, pairs)))  # a pair is two texts
-    rows = args.micro_batch_size or per_device or default
+    batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE if per_device else args.batch_size
+    num_pairs = args.num_train_epochs * len(pairs)
+    batch_size = batch_size or next((size for size in (64, 32, 16, 8) if num_pairs / size >= 100), 4)
+    longest = max(map(len, pairs))
+    b = args.micro_batch_size or per_device or (16 if args.device == "cpu" else max(1, 4096 // longest))  # of two texts
     print(f"model: {args.model}, {model.num_parameters() / 1e6:.2f}M parameters on {args.device}, learning rate {rate}")
-    print(f"steps of {batch_size} of {len(pairs)} pairs, {rows} at a time")
-    sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
+    print(f"each step: {batch_size} of {len(pairs)} pairs, {b} at a time")
+    sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": b}
     return replace(args, per_device_train_batch_size=None, **sizes)
 
 
@@ -544,27 +535,24 @@ def parse(rows, function, where):
 
 def read_rows(name, config, split):
     """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub. Values stay as they are in the file. Without such a split, an empty list."""
+    hub. Values stay as they are in the file. Without such a split, an empty list. train[:9] is the first nine rows."""
     import datasets
 
     path = Path(name)
-    files = [path] if path.is_file() and split == "train" else []
-    files += [file for file in (path / f"{split}.jsonl", path / f"{split}.parquet") if file.exists()]
-    if files:
-        print(f"{split}: reads {files[0]}")
+    part, _, end = str(split).partition("[:")
+    files = [path] if path.is_file() and part == "train" else []
+    files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
     if files and files[0].suffix == ".jsonl":
-        return parse(open(files[0], "rb"), json.loads, files[0])
-    if files:
-        return datasets.load_dataset("parquet", data_files=str(files[0]), split="train").to_list()
-    is_on_hub = not path.exists() and split in datasets.get_dataset_split_names(name, config)
-    return datasets.load_dataset(name, config, split=split).to_list() if is_on_hub else []
-
-
-def holds_messages(rows, column):
-    """Whether a column holds messages, in all rows, or texts, in all rows."""
-    types = {type(row[column]) for row in rows}
-    require(len(types) < 2, f"the column {column!r} holds texts in some rows and messages in others")
-    return list in types
+        with open(files[0], "rb") as lines:
+            rows = parse(lines, json.loads, files[0])
+    elif files:
+        rows = datasets.load_dataset("parquet", data_files=str(files[0]), split="train").to_list()
+    elif not path.exists() and part in datasets.get_dataset_split_names(name, config):
+        rows = datasets.load_dataset(name, config, split=part).to_list()
+    else:
+        return []
+    print(f"{split}: reads {(files + [name])[0]}")
+    return rows[: int(end[:-1])] if end else rows
 
 
 def check_messages(messages, last):
@@ -683,7 +671,11 @@ def autocast(args):
 # --- Processes
 def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
+    is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
+    require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     require("RANK" in os.environ or not args.zero_stage, "--zero-stage needs torchrun --nproc-per-node N")
+    if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
@@ -890,6 +882,7 @@ class Run:
             save_model(self.models["ema"], self.output / "ema", self.args)
         if RANK:
             return
+        self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
@@ -902,14 +895,13 @@ def code_version():
     """The name of this script, its version, and the git revision of its folder, if it has one."""
     command = ["git", "describe", "--always", "--dirty"]  # dirty: with uncommitted changes
     git = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
-    return {"script": Path(__file__).name, "version": VERSION, "revision": git.stdout.strip()}
+    return {"script": Path(__file__).name, "version": "2026.11", "revision": git.stdout.strip()}
 
 
 def save_model(model, folder, args):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
-    weights = state_dict.get_model_state_dict(
-        model, options=state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = state_dict.get_model_state_dict(model, options=options)
     if RANK:
         return
     weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
@@ -937,10 +929,9 @@ def describe(folder, args):
     defaults = asdict(Args())
     changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
     metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    card = (
-        f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {Path(__file__).name} {VERSION} from {args.model}, with the "
-    )
-    card += f"data {args.dataset}.\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
+    code = " ".join(code_version().values())
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model}.\n\n"
+    card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
     (folder / "README.md").write_text(card)
 
 

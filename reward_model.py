@@ -13,10 +13,10 @@ For each batch of B pairs (chosen, rejected) with the same prompt:
   3. loss     -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
   4. update   one AdamW step; the learning rate is warmed up, then annealed
 If c is 0, a constant added to all rewards does not change the loss. At the end one is added that makes the mean reward
-of the first 2,000 training pairs 0.
+of training texts 0.
 
-  input_ids     p1  p2  w1  w2  w3  EOS      texts (2B, S), right-padded: all chosen ones,
-                p1  p2  l1  l2  EOS  .       then all rejected ones; a dot is padding
+  input_ids     p1  p2  w1  w2  w3  EOS      texts (2B, S), right-padded: all chosen ones, then all rejected ones
+                p1  p2  l1  l2  EOS  .       (a dot is padding)
   reward                             *       one for each text, at its last real token: only there has a causal model
                                  *           read the whole text
 
@@ -46,6 +46,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -71,7 +72,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-VERSION = "2026.11"  # as in CITATION.cff
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
@@ -149,7 +149,8 @@ def train(args):
     pairs = load_pairs(args, args.dataset_train_split, model)
     eval_pairs = load_pairs(args, args.dataset_test_split, model)
     choose_pad_token(model, pairs)
-    args = choose_sizes(args, model, pairs)  # from here on, all sizes are set
+    rate = 1e-4 * (124e6 / model.num_parameters()) ** 0.346  # TRL's for GPT-2's size; 7e-4 for 0.4M, 2.5e-5 for 7B
+    args = choose_sizes(args, model, pairs, rate)  # from here on, all sizes are set
     batches, steps_per_pass = length_grouped_batches(pairs, args)
     num_steps = math.ceil(args.num_train_epochs * steps_per_pass)
 
@@ -177,7 +178,7 @@ def train(args):
 
         stats |= {"step": step, "epoch": step / steps_per_pass, "lr": optimizer.param_groups[0]["lr"]}
         if eval_pairs and run.is_due(args.eval_steps):
-            stats |= evaluate(run, model, eval_pairs, args)
+            stats |= evaluate(model, eval_pairs, args)
         run.log(stats, "loss", "accuracy")
         if args.num_sample_generations and run.is_due(num_steps // args.num_sample_generations):
             show_samples(run, model, (eval_pairs or pairs)[:4], args)
@@ -237,10 +238,8 @@ def preference_loss(chosen, rejected, margin, center_rewards_coefficient):
 
 # --- 4. Update --------------------------------------------------------------------------------------------------------
 def update(model, optimizer, batch, args):
-    """Makes one optimiser step on a batch of pairs. Returns its metrics.
-
-    The loss is the mean over all pairs of the batch, however they are split into micro-batches and among processes.
-    """
+    """Makes one optimiser step on a batch of pairs. Returns its metrics. The loss is the mean over all pairs of the
+    batch, however they are split into micro-batches and among processes."""
     model.train()  # with dropout, if the model's config has any
     optimizer.zero_grad()
     sums = Counter()
@@ -269,12 +268,9 @@ def all_rewards(model, pairs, args):
 
 
 def shift_rewards(model, shift):
-    """Adds a constant to every reward, in a place that is saved with the model.
-
-    The head has no bias, so the shift goes into the bias c of the last layer norm, h = norm(x) g + c: adding shift w /
-    |w|^2 to c adds the shift to every reward w . h, in any program that loads the model. If that norm has no bias
-    (RMSNorm) or is frozen (LoRA), it goes into the config as `reward_bias`, which only these scripts read.
-    """
+    """Adds a constant to every reward. The head has no bias, so it goes into the bias c of the last layer norm, h =
+    norm(x) g + c: adding shift w / |w|^2 to c adds the shift to every w . h, in any program that loads the model. If
+    the norm has no bias (RMSNorm) or is frozen (LoRA), it goes into the config, which only these scripts read."""
     norms = [m for m in model.base_model.children() if isinstance(m, nn.LayerNorm) and m.bias is not None]
     if len(norms) != 1 or not norms[0].bias.requires_grad:
         model.config.reward_bias += shift
@@ -287,30 +283,21 @@ def shift_rewards(model, shift):
     state_dict.set_model_state_dict(norms[0], norm, options=options)
 
 
-def evaluate(run, model, pairs, args):
-    """Loss (without margin and centring), accuracy and calibration on the test split."""
+def evaluate(model, pairs, args):
+    """Metrics of the test split. The loss is without margin and centring. The calibration error is the mean over ten
+    bins of |predicted - observed share of pairs in which the text with the higher reward was chosen|."""
     rewards = all_rewards(model, pairs, args)  # (N, 2)
-    chosen, rejected = rewards.unbind(1)
-    bins = calibration(chosen - rejected)
-    if run.step == run.num_steps:
-        run.bar.write("calibration, as predicted / observed (pairs):")
-        run.bar.write(", ".join(f"{predicted:.2f} / {observed:.2f} ({n})" for predicted, observed, n in bins))
+    gaps = rewards[:, 0] - rewards[:, 1]
+    bins = gaps[gaps.abs().argsort()].tensor_split(min(10, len(gaps)))
+    errors = [len(x) * (x.abs().sigmoid().mean() - (x > 0).float().mean()).abs().item() for x in bins]
     return {
-        "eval/loss": preference_loss(chosen, rejected, 0.0, 0.0).mean().item(),
-        "eval/accuracy": (chosen > rejected).float().mean().item(),
-        "eval/margin": (chosen - rejected).mean().item(),
-        "eval/calibration_error": sum(n * abs(predicted - observed) for predicted, observed, n in bins) / len(pairs),
+        "eval/loss": preference_loss(*rewards.unbind(1), 0.0, 0.0).mean().item(),
+        "eval/accuracy": (gaps > 0).float().mean().item(),
+        "eval/margin": gaps.mean().item(),
+        "eval/calibration_error": sum(errors) / len(pairs),
         "eval/mean_reward": rewards.mean().item(),
         "eval/std_reward": rewards.std().item(),
     }
-
-
-def calibration(differences):
-    """Sorts pairs by |r_chosen - r_rejected| into ten bins. Returns for each bin the mean predicted probability that
-    the text with the higher reward was chosen, the share of pairs in which it was, and the number of pairs."""
-    ordered = differences[differences.abs().argsort()]
-    bins = ordered.tensor_split(min(10, len(ordered)))
-    return [(x.abs().sigmoid().mean().item(), (x > 0).float().mean().item(), len(x)) for x in bins]
 
 
 def show_samples(run, model, pairs, args):
@@ -325,19 +312,16 @@ def show_samples(run, model, pairs, args):
 
 # --- Model ------------------------------------------------------------------------------------------------------------
 CURVES = {"loss": "loss$", "share of pairs right": "accuracy$", "margin": "margin$"}  # panels: metrics
-NEW_WEIGHTS = ("score.weight", "lm_head.weight", "lm_head.bias", "embed_out.weight")  # the new head, and the old ones
-
-
-class Classifier(AutoModelForSequenceClassification):
-    """The library's classifier, with one label."""
-
-    from_pretrained = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
 
 
 def load_reward_model(args):
     """Loads the model. A language model gets a new head; its first rewards have a deviation of about 1 (N+ details)."""
     set_seed(args.seed)  # all processes draw the same head and adapters
-    model = load_model(Classifier, args.model, NEW_WEIGHTS)
+    one_label = SimpleNamespace(
+        from_pretrained=partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
+    )
+    heads = ("score.weight", "lm_head.weight", "lm_head.bias", "embed_out.weight")  # the new one, and those that go
+    model = load_model(one_label, args.model, heads)
     require(hasattr(model, "score"), f"{args.model} is not a causal language model: its classifier has no `score`")
     if not any("SequenceClassification" in name for name in model.config.architectures or []):
         nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
@@ -355,21 +339,14 @@ def choose_pad_token(model, pairs):
     """Takes another pad token if a text holds it, such as EOS. The library's classifiers read the last token that is
     not the pad token: they would read the token before EOS. (Ours find the last token by its position.)"""
     tokenizer = model.tokenizer
-    is_held = np.zeros(min(len(tokenizer), model.get_input_embeddings().num_embeddings), bool)
+    free = set(range(min(len(tokenizer), model.get_input_embeddings().num_embeddings)))
     for pair in pairs:
-        is_held[np.concatenate([pair.prompt, pair.chosen, pair.rejected])] = True
-    free = np.flatnonzero(~is_held).tolist()
+        free -= set(np.concatenate([pair.prompt, pair.chosen, pair.rejected]).tolist())
     if tokenizer.pad_token_id not in free and free:
-        added = [i for i in free if i in tokenizer.added_tokens_decoder]
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens((added or free)[-1])  # the last ones are rare
+        added = free & tokenizer.added_tokens_decoder.keys()
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(max(added or free))  # the last ones are rare
         print(f"the pad token is now {tokenizer.pad_token!r}, which no text holds")
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-
-
-def default_rate(args, model):
-    """1e-4 for a model of GPT-2's size (TRL), more for smaller ones, 2.5e-5 for 7B; ten times as high with LoRA."""
-    rate = 1e-4 * (124e6 / model.num_parameters()) ** 0.346 * (10 if args.lora_r else 1)
-    return float(f"{rate:.2g}")
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
@@ -398,8 +375,9 @@ def load_pairs(args, split, model):
             check(chosen[:-1] == rejected[:-1], "'chosen' and 'rejected' differ before their last messages")
             prompt, chosen, rejected = chosen[:-1], chosen[-1:], rejected[-1:]
         types = {type(prompt), type(chosen), type(rejected)}
-        check(types in ({str}, {list}), "'prompt', 'chosen' and 'rejected' are not all texts, or all messages")
-        if str in types:
+        message = "'prompt', 'chosen' and 'rejected' should be texts in all rows, or messages in all rows"
+        check(types == {list if is_chat else str}, message)
+        if not is_chat:
             check(prompt and chosen and rejected, "'prompt', 'chosen' or 'rejected' is empty")
             return prompt, prompt + chosen, prompt + rejected
         check_messages(prompt, last="user")
@@ -429,18 +407,17 @@ def load_pairs(args, split, model):
 
     tokenizer = model.tokenizer
     rows = read_rows(args.dataset, args.dataset_config, split)
-    columns = [list(column) for column in zip(*parse(rows, texts_of, f"{args.dataset}, {split}"))]
-    is_chat = holds_messages(rows, "chosen")
-    ids = [encode(column, tokenizer, is_chat) for column in columns]
+    is_chat = isinstance(rows[0].get("chosen") if rows else None, list)
+    texts = parse(rows, texts_of, f"{args.dataset}, {split}")
+    ids = [encode(list(column), tokenizer, is_chat) for column in zip(*texts)]
     whole = parse(zip(rows, *ids), pair_of, f"{args.dataset}, {split}")
     limit = min(args.max_length, getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length))
     pairs = [cut_to_fit(pair, limit, args) for pair in whole]
     pairs = [pair for pair in pairs if not np.array_equal(pair.chosen, pair.rejected)]
-    if whole:
-        num_cut = sum(len(pair) > limit for pair in whole)
-        print(f"{split}: {len(pairs)} of {len(whole)} pairs differ within {limit} tokens; {num_cut} were cut")
+    num_cut = sum(len(pair) > limit for pair in whole)
+    print(f"{split}: {len(pairs)} of {len(whole)} pairs differ within {limit} tokens; {num_cut} were cut")
     for pair in pairs[:1]:
-        texts = map(tokenizer.decode, (pair.prompt, pair.chosen, pair.rejected))
+        texts = tokenizer.batch_decode([pair.prompt, pair.chosen, pair.rejected])
         print("the first one, as the model reads it:", *map(repr, texts), sep="\n  ")
     return pairs
 
@@ -449,40 +426,37 @@ def length_grouped_batches(pairs, args):
     """The batches of all passes, as numbers of pairs, and how many make a pass. The pairs of a batch have similar
     lengths, to save padding: in each pass they are shuffled, split into groups of 50 batches, and sorted within a
     group; then the batches are shuffled."""
-    batches = []
+    B, batches = args.batch_size, []
     for number in range(math.ceil(args.num_train_epochs)):
         rows = shuffled(len(pairs), args.seed, 2 * number)
-        of_pass = []
-        for first in range(0, len(rows), 50 * args.batch_size):
-            group = sorted(rows[first : first + 50 * args.batch_size], key=lambda i: len(pairs[i]))
-            of_pass += [group[i : i + args.batch_size] for i in range(0, len(group), args.batch_size)]
+        groups = [sorted(rows[i : i + 50 * B], key=lambda i: len(pairs[i])) for i in range(0, len(rows), 50 * B)]
+        of_pass = [group[i : i + B] for group in groups for i in range(0, len(group), B)]
         batches += [of_pass[i] for i in shuffled(len(of_pass), args.seed, 2 * number + 1)]
     return batches, len(of_pass)
 
 
 def micro_batches(rows, args):
-    """Yields this process's rows, RANK, RANK + WORLD_SIZE, ..., micro_batch_size at a time, and a mask (b,). All
-    processes need equally many, so that some may repeat one of the first rows: there the mask is false."""
+    """This process's rows, RANK, RANK + WORLD_SIZE, ..., micro_batch_size at a time, each with a mask (b,). A sharded
+    model needs equally many in each process, so some repeat one of the first rows: there the mask is false."""
     n = len(rows)
-    numbers = torch.arange(RANK, math.ceil(n / WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE)  # n or more: repeated
-    for part in numbers.split(args.micro_batch_size):
-        yield [rows[i] for i in part % n], (part < n).to(args.device)
+    numbers = torch.arange(RANK, n + -n % WORLD_SIZE, WORLD_SIZE)  # n or more: repeated
+    parts = numbers.split(args.micro_batch_size)
+    return [([rows[i] for i in part % n], (part < n).to(args.device)) for part in parts]
 
 
-def choose_sizes(args, model, pairs):
+def choose_sizes(args, model, pairs, default_rate):
     """Returns the settings with learning rate and batch sizes filled in, and prints them."""
     require(pairs, f"--dataset {args.dataset} has no pairs to train on")
-    rate = args.learning_rate or default_rate(args, model)
+    rate = args.learning_rate or float(f"{default_rate * (10 if args.lora_r else 1):.2g}")
     per_device = args.per_device_train_batch_size
-    num_rows = args.num_train_epochs * len(pairs)
-    batch_size = args.batch_size or max((size for size in (8, 16, 32, 64) if num_rows / size >= 100), default=4)
-    if per_device:
-        batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
-    default = 16 if args.device == "cpu" else max(1, 4096 // max(map(len, pairs)))  # a pair is two texts
-    rows = args.micro_batch_size or per_device or default
+    batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE if per_device else args.batch_size
+    num_pairs = args.num_train_epochs * len(pairs)
+    batch_size = batch_size or next((size for size in (64, 32, 16, 8) if num_pairs / size >= 100), 4)
+    longest = max(map(len, pairs))
+    b = args.micro_batch_size or per_device or (16 if args.device == "cpu" else max(1, 4096 // longest))  # of two texts
     print(f"model: {args.model}, {model.num_parameters() / 1e6:.2f}M parameters on {args.device}, learning rate {rate}")
-    print(f"steps of {batch_size} of {len(pairs)} pairs, {rows} at a time")
-    sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
+    print(f"each step: {batch_size} of {len(pairs)} pairs, {b} at a time")
+    sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": b}
     return replace(args, per_device_train_batch_size=None, **sizes)
 
 
@@ -511,27 +485,24 @@ def parse(rows, function, where):
 
 def read_rows(name, config, split):
     """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub. Values stay as they are in the file. Without such a split, an empty list."""
+    hub. Values stay as they are in the file. Without such a split, an empty list. train[:9] is the first nine rows."""
     import datasets
 
     path = Path(name)
-    files = [path] if path.is_file() and split == "train" else []
-    files += [file for file in (path / f"{split}.jsonl", path / f"{split}.parquet") if file.exists()]
-    if files:
-        print(f"{split}: reads {files[0]}")
+    part, _, end = str(split).partition("[:")
+    files = [path] if path.is_file() and part == "train" else []
+    files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
     if files and files[0].suffix == ".jsonl":
-        return parse(open(files[0], "rb"), json.loads, files[0])
-    if files:
-        return datasets.load_dataset("parquet", data_files=str(files[0]), split="train").to_list()
-    is_on_hub = not path.exists() and split in datasets.get_dataset_split_names(name, config)
-    return datasets.load_dataset(name, config, split=split).to_list() if is_on_hub else []
-
-
-def holds_messages(rows, column):
-    """Whether a column holds messages, in all rows, or texts, in all rows."""
-    types = {type(row[column]) for row in rows}
-    require(len(types) < 2, f"the column {column!r} holds texts in some rows and messages in others")
-    return list in types
+        with open(files[0], "rb") as lines:
+            rows = parse(lines, json.loads, files[0])
+    elif files:
+        rows = datasets.load_dataset("parquet", data_files=str(files[0]), split="train").to_list()
+    elif not path.exists() and part in datasets.get_dataset_split_names(name, config):
+        rows = datasets.load_dataset(name, config, split=part).to_list()
+    else:
+        return []
+    print(f"{split}: reads {(files + [name])[0]}")
+    return rows[: int(end[:-1])] if end else rows
 
 
 def check_messages(messages, last):
@@ -618,7 +589,11 @@ def autocast(args):
 # --- Processes
 def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
+    is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
+    require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     require("RANK" in os.environ or not args.zero_stage, "--zero-stage needs torchrun --nproc-per-node N")
+    if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
@@ -825,6 +800,7 @@ class Run:
             save_model(self.models["ema"], self.output / "ema", self.args)
         if RANK:
             return
+        self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
@@ -837,14 +813,13 @@ def code_version():
     """The name of this script, its version, and the git revision of its folder, if it has one."""
     command = ["git", "describe", "--always", "--dirty"]  # dirty: with uncommitted changes
     git = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
-    return {"script": Path(__file__).name, "version": VERSION, "revision": git.stdout.strip()}
+    return {"script": Path(__file__).name, "version": "2026.11", "revision": git.stdout.strip()}
 
 
 def save_model(model, folder, args):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
-    weights = state_dict.get_model_state_dict(
-        model, options=state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = state_dict.get_model_state_dict(model, options=options)
     if RANK:
         return
     weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
@@ -872,10 +847,9 @@ def describe(folder, args):
     defaults = asdict(Args())
     changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
     metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    card = (
-        f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {Path(__file__).name} {VERSION} from {args.model}, with the "
-    )
-    card += f"data {args.dataset}.\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
+    code = " ".join(code_version().values())
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model}.\n\n"
+    card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
     (folder / "README.md").write_text(card)
 
 

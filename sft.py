@@ -443,20 +443,24 @@ def parse(rows, function, where):
 
 def read_rows(name, config, split):
     """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub. Values stay as they are in the file. Without such a split, an empty list."""
+    hub. Values stay as they are in the file. Without such a split, an empty list. train[:9] is the first nine rows."""
     import datasets
 
     path = Path(name)
-    files = [path] if path.is_file() and split == "train" else []
-    files += [file for file in (path / f"{split}.jsonl", path / f"{split}.parquet") if file.exists()]
-    if files:
-        print(f"{split}: reads {files[0]}")
+    part, _, end = str(split).partition("[:")
+    files = [path] if path.is_file() and part == "train" else []
+    files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
     if files and files[0].suffix == ".jsonl":
-        return parse(open(files[0], "rb"), json.loads, files[0])
-    if files:
-        return datasets.load_dataset("parquet", data_files=str(files[0]), split="train").to_list()
-    is_on_hub = not path.exists() and split in datasets.get_dataset_split_names(name, config)
-    return datasets.load_dataset(name, config, split=split).to_list() if is_on_hub else []
+        with open(files[0], "rb") as lines:
+            rows = parse(lines, json.loads, files[0])
+    elif files:
+        rows = datasets.load_dataset("parquet", data_files=str(files[0]), split="train").to_list()
+    elif not path.exists() and part in datasets.get_dataset_split_names(name, config):
+        rows = datasets.load_dataset(name, config, split=part).to_list()
+    else:
+        return []
+    print(f"{split}: reads {(files + [name])[0]}")
+    return rows[: int(end[:-1])] if end else rows
 
 
 def check_messages(messages, last):

@@ -143,8 +143,18 @@ def execute(operator, args, kwargs):
     return pytree.tree_map(wrap, result) if stays else result
 
 
+class Stream:
+    """A stream, or an event of one. Nothing waits: everything is done already."""
+
+    def __init__(self, *_, **__):
+        self.wait_stream = self.wait_event = self.wait = self.synchronize = lambda *_: None
+        self.record_event = self.record = lambda *_: self
+
+
 class Module(_DummyBackendModule):
     """torch.pretend: what libraries ask of an accelerator's module."""
+
+    Stream = Event = current_stream = Stream
 
     def __init__(self):
         self.stream = lambda _: nullcontext()

@@ -119,7 +119,7 @@ def prompt_major(x, k):
 def test_with_two_samples_one_wins_what_the_other_loses():
     rewards = torch.tensor([1.0, 4.0, 2.0, 2.0])
     assert rloo.leave_one_out(rewards, 2).tolist() == [-3.0, 3.0, 0.0, 0.0]
-    assert rloo.equal_groups(rewards, 2).tolist() == [False, True]
+    assert grpo.is_equal(rewards, 2).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("name", names("trl016_rloo_advantages_*"))
@@ -151,16 +151,21 @@ def test_token_level_kl_against_openrlhf():
 # --- responses without a reward
 
 
-def test_a_response_without_a_reward():
+@pytest.mark.parametrize("script", [rloo, grpo])
+def test_a_response_without_a_reward(script, monkeypatch):
     """It is as if it were not in its group: the others have the baseline that they would have alone, and it has no
     advantage. Where a whole group has none, nothing is learnt from it."""
     none = float("nan")
-    scores = torch.tensor([1.0, none, 0.0, 0.0, none, none, none, none, 57.1, 57.1, none, 57.1])
-    filled = grpo.fill_in(scores, scores.isnan(), 4)
+    rewards = torch.tensor([1.0, none, 0.0, 0.0, none, none, none, none, 57.1, 57.1, none, 57.1])
+    monkeypatch.setattr(script, "function_reward", lambda *_: rewards)
+    ids = torch.arange(12)[:, None]
+    rollout = script.Rollout(ids, ids > -1, ids, ids > -1, ids[:, 0] > -1, ids / 8, [{}] * 12, 4)
+    script.score_groups(rollout, None, {"f": len}, None, script.Args(device="cpu"))
+    filled = rollout.scores
     expected = torch.tensor([2 / 3, 0, -1 / 3, -1 / 3, *[0.0] * 8])
     close(grpo.group_advantages(filled, 4, "none"), expected)
     close(grpo.group_advantages(filled, 4, "group")[4:], torch.zeros(8), rtol=0, atol=0)
-    assert grpo.equal_groups(filled, 4).tolist() == [False, True, True]
+    assert grpo.is_equal(filled, 4).tolist() == [False, True, True]
     alone = rloo.leave_one_out(torch.tensor([1.0, 0.0, 0.0]), 3)
     ours = rloo.leave_one_out(filled, 4)
     close(ours[[0, 2, 3]] / ours[0], alone / alone[0])

@@ -6,11 +6,12 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
-from runs import main, run, untimed, watch
+from runs import run, untimed, watch
 from safetensors.torch import load_file
 from shapes import PROMPTS, TOY, UNET, close, flat, random, rows, step, toy_chain, toy_rollout, trained
 from sources import ROOT
@@ -56,6 +57,48 @@ def test_a_step_is_that_of_diffusers(eta, kind, config):
         close(std[i].item(), eta * variance**0.5, rtol=1e-4)
 
 
+SCHEDULERS = {  # with files that say little, and nothing of `clip_sample`
+    "EulerDiscreteScheduler": [999, 666, 333, 0],
+    "LMSDiscreteScheduler": [999, 666, 333, 0],
+    "DPMSolverMultistepScheduler": [999, 749, 500, 250],
+    "UniPCMultistepScheduler": [999, 749, 500, 250],
+    "PNDMScheduler": [751, 501, 251, 1],
+}
+
+
+def pipeline_of(folder):
+    return StableDiffusionPipeline.from_pretrained(folder, safety_checker=None, requires_safety_checker=False)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_other_schedulers(name, tmp_path):
+    """Latents are not clipped, steps are spaced as the scheduler does it, each leads to the time of the next one, and
+    the run leaves the scheduler that it found."""
+    shutil.copytree(TOY, tmp_path / "sd")
+    index = (tmp_path / "sd/model_index.json").read_text()
+    (tmp_path / "sd/model_index.json").write_text(index.replace("DDIMScheduler", name))
+    config = {"_class_name": name, "beta_start": 1e-3, "beta_end": 0.02}
+    (tmp_path / "sd/scheduler/scheduler_config.json").write_text(json.dumps(config))
+    chain, args = toy_chain(tmp_path / "sd")
+    assert chain.timesteps.tolist() == SCHEDULERS[name]
+    times = torch.tensor([*SCHEDULERS[name], 0])
+    alphas = chain.pipe.scheduler.alphas_cumprod[times].view(5, 1, 1, 1)
+    image, noise = random(2, 4, 1, 8, 8)
+    image *= 4
+    x = alphas[:-1].sqrt() * image + (1 - alphas[:-1]).sqrt() * noise
+    mean, _ = ddpo.ddim_step(chain.pipe.scheduler, noise, times[:-1], x, 1e-6)
+    close(mean[:3], (alphas[1:].sqrt() * image + (1 - alphas[1:]).sqrt() * noise)[:3], atol=0.02)
+    args = replace(args, sample_num_steps=10)
+    chain = ddpo.load_chain(args)
+    images = ddpo.sample_images(chain, rows(PROMPTS * 8), chain.draw_noise(32), args).images
+    assert make.same_shape(images, PROMPTS * 8, []).mean() > 0.85
+
+    run(ddpo, tmp_path / "run", model=str(tmp_path / "sd"), **TINY | dict(num_epochs=1))
+    expected, left = (pipeline_of(tmp_path / folder).scheduler for folder in ("sd", "run"))
+    assert type(left) is type(expected)
+    assert all(left.config[key] == value for key, value in expected.config.items() if not key.startswith("_"))
+
+
 # --- Ratio and KL -----------------------------------------------------------------------------------------------------
 
 
@@ -65,12 +108,12 @@ def test_a_ratio_that_is_off_is_an_error(change):
     chain, args = toy_chain()
     rollout = toy_rollout(chain, args)
     rollout.old_logprobs[1:] += change
-    error = ddpo.update(chain, torch.optim.SGD(trained(chain)), rollout, args)["first_ratio_error"]
-    with pytest.raises(SystemExit, match="before any step"):
-        ddpo.check_first_ratio(error, 1, args)
+    stats = ddpo.update(chain, torch.optim.SGD(trained(chain)), rollout, args)
+    with pytest.raises(SystemExit, match="first_ratio_error"):
+        ddpo.check_update(stats, rollout, 1, args)
     with pytest.warns(UserWarning, match="first_ratio_error"):
-        ddpo.check_first_ratio(error, 2, args)
-    ddpo.check_first_ratio(1e-2, 1, replace(args, bf16=True))
+        ddpo.check_update(stats, rollout, 2, args)
+    ddpo.check_update({"first_ratio_error": 1e-2}, rollout, 1, replace(args, bf16=True))
 
 
 def test_a_run_whose_first_ratio_is_off_ends(tmp_path, monkeypatch):
@@ -98,8 +141,8 @@ def test_the_kl_is_that_of_normal_distributions(lora_r):
         close(rollout.old_logprobs[:, i], logprobs.mean((1, 2, 3)), atol=1e-4)
         close(rollout.ref_means[:, i], ref_mean, atol=1e-5)
     assert rollout.kl.min() > 0
-    stats = ddpo.rollout_stats(rollout)
-    close(stats["objective/kl"], rollout.kl.sum() / 8)
+    rollout.rewards = rollout.scores[:, None]
+    close(ddpo.rollout_stats(rollout, ["only"])["objective/kl"], rollout.kl.sum() / 8)
 
 
 # --- Loss and update --------------------------------------------------------------------------------------------------
@@ -149,10 +192,12 @@ def test_a_last_step_without_noise_is_left_out(spacing, kl_coef, tmp_path, monke
     assert lines[1]["objective/kl"] > 0
 
 
-def test_the_optimiser_has_its_settings():
-    args = ddpo.Args(train_adam_beta1=0.8, train_adam_beta2=0.9, train_adam_epsilon=1e-4, train_adam_weight_decay=0.1)
-    (group,) = ddpo.make_optimizer(args, torch.nn.Linear(1, 1)).param_groups
-    assert (group["betas"], group["eps"], group["weight_decay"], group["lr"]) == ((0.8, 0.9), 1e-4, 0.1, 3e-4)
+def test_the_optimiser_has_its_settings(tmp_path, monkeypatch):
+    made = []
+    watch(monkeypatch, torch.optim.AdamW, "__init__", lambda _, self, *__, **given: made.append(given))
+    settings = dict(train_adam_beta1=0.8, train_adam_beta2=0.9, train_adam_epsilon=1e-4, train_adam_weight_decay=0.1)
+    run(ddpo, tmp_path / "run", **TINY | settings | dict(num_epochs=1))
+    assert made == [dict(betas=(0.8, 0.9), eps=1e-4, weight_decay=0.1, lr=3e-4, fused=True)]
 
 
 # --- Advantages and rewards -------------------------------------------------------------------------------------------
@@ -174,13 +219,12 @@ def shown(images, prompts, metadata):
     return scores
 
 
-def sometimes(images, prompts, metadata):
-    return [row["points"] if row["points"] > 5 else None for row in metadata]
+def points(images, prompts, metadata):
+    return torch.tensor([row["points"] for row in metadata]), {"more": 1}
 
 
 def equal(images, prompts, metadata):
     return [57.1] * len(images)
-
 """
 
 
@@ -193,57 +237,63 @@ def rewards(tmp_path):
 
 
 def test_weights_of_rewards(rewards):
-    """A reward of None counts as 0, and not at all in its mean. What a function draws moves no number of the run's."""
-    chain, args = toy_chain(reward_fn=rewards("shown", "sometimes"), reward_weights=(2, -3))
+    """What a function draws moves no number of the run's; what it does to its arguments reaches no other function."""
+    chain, args = toy_chain(reward_fn=rewards("shown", "points"), reward_weights=(2, -3))
     part = toy_rollout(chain, args)
     part.examples = [row | {"points": i} for i, row in enumerate(part.examples)]
     shown = part.images.mean((1, 2, 3)) + torch.arange(8)
-    functions = ddpo.make_reward_fns(args)
-    for several, weights in ((["sometimes"], ()), (["shown", "sometimes"], (0, 1))):  # of weight 0: only logged
-        with pytest.raises(SystemExit, match="no reward"):
-            some = replace(args, reward_weights=weights)
-            ddpo.score_images(part, {name: functions[name] for name in several}, some)
-    with pytest.raises(SystemExit, match="infinite reward"):
-        ddpo.score_images(part, {"far": lambda x: torch.full((8,), math.inf)}, toy_chain()[1])
+    other = replace(part, examples=part.examples, images=part.images / 2)
+    reward_fns = ddpo.load_image_rewards(args)
     before = torch.get_rng_state()
-    ddpo.score_images(part, functions, args)
+    rollout = ddpo.score_batch([part, other], part.examples * 2, reward_fns, args)
     assert torch.equal(torch.get_rng_state(), before)
-    sometimes = torch.tensor([0, 0, 0, 0, 0, 0, 6, 7])
-    close(part.scores, 2 * shown - 3 * sometimes)
-    stats = ddpo.rollout_stats(part)
-    close(stats["rewards/shown/mean"], shown.mean())
-    close(stats["rewards/shown/std"], shown.std())
-    close(stats["rewards/sometimes/mean"], 6.5)
-    joined = ddpo.join([part, part], part.examples * 2)
-    close(joined.rewards_by_name["shown"], torch.cat([shown, shown]))
+    assert len(rollout.latents) == len(rollout.examples) == 16
+    close(rollout.rewards[:8, 0], shown)
+    close(rollout.scores[:8], 2 * shown - 3 * torch.arange(8))
+    stats = ddpo.rollout_stats(rollout, reward_fns)
+    close(stats["rewards/shown/mean"], rollout.rewards[:, 0].mean())
+    close(stats["rewards/shown/std"], rollout.rewards[:, 0].std())
+    close(stats["rewards/points/mean"], 3.5)
+
+
+WRONG = ["12", {"1": "good", "2": "bad"}, ["1", "2"], [1.0], [1.0, None], 1.0, np.ones(3)]
+
+
+@pytest.mark.parametrize("returned", WRONG, ids=repr)
+def test_what_is_no_list_of_numbers_is_refused(returned):
+    """A text has letters, and a dict keys, which would count as rewards, or be read as numbers."""
+    chain, args = toy_chain()
+    part = toy_rollout(chain, args, images=2)
+
+    def judge(images, prompts, metadata):
+        return returned
+
+    with pytest.raises(SystemExit, match="^error: judge should return a list of 2 numbers, not "):
+        ddpo.image_rewards(judge, part, args)
+
+
+def test_a_reward_that_is_not_finite_is_refused():
+    chain, args = toy_chain()
+    for reward in (math.inf, math.nan):
+        part = toy_rollout(chain, args)
+        with pytest.raises(SystemExit, match="not finite"):
+            ddpo.score_batch([part], part.examples, {"far": lambda images, *_: [reward] * len(images)}, args)
 
 
 def test_the_first_prompt_is_shown(tmp_path, capsys):
     """As the text encoder reads it."""
     run(ddpo, tmp_path / "run", **TINY | dict(num_epochs=1))
     out = capsys.readouterr().out
-    assert f"prompts: {len(PROMPTS)}" in out and "<|startoftext|>a vertical bar" in out
+    assert f"{len(PROMPTS)} prompts" in out and "<|startoftext|>a vertical bar" in out
 
 
 @pytest.mark.parametrize("per_prompt", [False, True])
 def test_equal_rewards(per_prompt, tmp_path, rewards):
     """Nothing is learnt from them. In float32 the mean of 16 times 57.1 is another number."""
     tracking = dict(per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=1) if per_prompt else {}
-    with pytest.warns(UserWarning, match="nothing to learn from"):
+    with pytest.warns(UserWarning, match="all scores are equal"):
         lines = run(ddpo, tmp_path / "run", reward_fn=rewards("equal"), **tracking, **TINY)
     assert all(line["grad_norm"] == 0 for line in lines)
-
-
-def test_a_folder_that_exists_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="exists"):
-        ddpo.start(ddpo.Args(output_dir=str(tmp_path), device="cpu"))
-
-
-def test_a_resumed_run_keeps_the_size_of_its_epochs(tmp_path):
-    """The order of prompts is counted in images, also if there are fewer processes."""
-    run(ddpo, tmp_path / "run", **TINY | dict(save_steps=1))
-    with pytest.raises(SystemExit, match="images per epoch"):
-        main(ddpo, "--resume", tmp_path / "run", "--num-epochs", 9, "--sample-num-batches-per-epoch", 1)
 
 
 def test_a_chain_whose_only_step_is_certain(tmp_path):
@@ -262,7 +312,7 @@ def stable_diffusion(tmp_path):
     """The classes and the layout of Stable Diffusion 1.5, in small: latents of four channels, half as wide as the
     image, decoded by an AutoencoderKL; attention in the blocks; PNDM's schedule."""
     torch.manual_seed(0)
-    toy = StableDiffusionPipeline.from_pretrained(TOY, safety_checker=None, requires_safety_checker=False)
+    toy = pipeline_of(TOY)
     unet = UNet2DConditionModel(
         sample_size=8,
         block_out_channels=(8, 16),
@@ -308,18 +358,18 @@ def test_stable_diffusion_in_small(stable_diffusion, tmp_path):
     lines = run(ddpo, tmp_path / "run", model=model, reward_fn=reward_fn, lora_r=2, sample_guidance_scale=5.0, **TINY)
     assert lines[0]["reward_std"] > 0
     assert lines[0]["objective/kl"] < 1e-6 < lines[1]["objective/kl"]
-    left = StableDiffusionPipeline.from_pretrained(tmp_path / "run", safety_checker=None, requires_safety_checker=False)
+    left = pipeline_of(tmp_path / "run")
     assert left.unet.config.cross_attention_dim == 32
     assert isinstance(left.vae, AutoencoderKL)
 
 
-def test_an_adapter(tmp_path):
-    """It alone is trained and in checkpoints; lora/ holds it, and the pipeline its sum with the first weights."""
-    from peft import PeftModel
-
-    lines = run(ddpo, tmp_path, lora_r=2, lora_alpha=3.0, train_learning_rate=1e-2, **TINY)
+@pytest.mark.parametrize("rank", [2, 5])
+def test_an_adapter(rank, tmp_path):
+    """It alone is trained and in checkpoints. lora/ holds it as diffusers reads it, and the pipeline its sum with the
+    first weights."""
+    settings = dict(lora_r=rank, train_learning_rate=1e-2, save_steps=2, save_total_limit=1)
+    lines = run(ddpo, tmp_path, **TINY | settings)
     assert lines[0]["objective/kl"] == 0 < lines[1]["objective/kl"]
-    assert json.loads((tmp_path / "lora/adapter_config.json").read_text())["lora_alpha"] == 3
     (file,) = tmp_path.glob("checkpoints/*/*.safetensors")
     assert all("lora" in name for name in load_file(file))  # with what the optimiser keeps of them, and no more
 
@@ -329,11 +379,16 @@ def test_an_adapter(tmp_path):
     assert moved
     assert all(any(layer in name for layer in ("to_q.", "to_k.", "to_v.", "to_out.")) for name in moved)
 
-    load = UNet2DConditionModel.from_pretrained
-    adapted = PeftModel.from_pretrained(load(TOY / "unet"), tmp_path / "lora")
-    given = random(4, 1, 8, 8), torch.tensor([1, 300, 600, 900]), random(4, 24, 32, seed=1)
-    with torch.no_grad():
-        close(adapted(*given).sample, load(tmp_path / "unet")(*given).sample, rtol=1e-4, atol=1e-4)
+    def drawn(pipe):
+        noise = random(2, 1, 8, 8)
+        options = dict(num_inference_steps=3, guidance_scale=1.0, latents=noise, output_type="np")
+        return torch.tensor(pipe(PROMPTS[:2], **options).images)
+
+    pipe = pipeline_of(TOY)
+    without = drawn(pipe)
+    pipe.load_lora_weights(tmp_path / "lora")
+    assert (drawn(pipe) - without).abs().max() > 0.01
+    close(drawn(pipe), drawn(pipeline_of(tmp_path)), atol=1e-4)
 
 
 # --- What a run leaves ------------------------------------------------------------------------------------------------

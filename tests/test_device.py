@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from runs import NAMES, assert_close_runs, cut, run, script
+from runs import NAMES, PPO_FIRST, assert_close_runs, cut, run, script
 from sources import ROOT
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +27,7 @@ OTHERS = {  # name: what is not in a default run
     "dpo adapter": dict(lora_r=2, gradient_checkpointing=True),
     "reward_model others": dict(lora_r=2, center_rewards_coefficient=0.1, eos_dropout=0.5),
 }
-RUNS = [*NAMES, *(name for name in OTHERS if name.split()[0] in NAMES)]
+OTHERS_HERE = [name for name in OTHERS if name.split()[0] in NAMES]
 SAVED = dict(total_episodes=32, save_steps=1, save_total_limit=9)
 
 
@@ -68,7 +68,7 @@ def runs(tmp_path_factory, request, settings_of):
     return folder, train_there(folder, jobs)
 
 
-@pytest.mark.parametrize("case", [name if name in NAMES else pytest.param(name, marks=pytest.mark.slow) for name in RUNS])
+@pytest.mark.parametrize("case", [*PPO_FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS_HERE)])
 def test_the_numbers_are_those_of_the_cpu(case, runs):
     """Two updates, an evaluation and tables; what was saved loads in a process without the device."""
     folder, _ = runs
@@ -78,15 +78,14 @@ def test_the_numbers_are_those_of_the_cpu(case, runs):
         AutoModelForCausalLM.from_pretrained(folder / "there" / case)
 
 
-@pytest.mark.parametrize("case", [name for name in NAMES if name in ("ppo", "rloo", "grpo")])
+@pytest.mark.parametrize("case", [x for x in PPO_FIRST if str(x.values[0]) in ("ppo", "rloo", "grpo")])
 def test_the_host_seldom_waits_for_the_device(case, runs, settings_of):
-    """A handful of times for a mini-batch, however many micro-batches and metrics it has; in a rollout at every eighth
-    step, where it asks whether any response is left."""
+    """In two updates: for each mini-batch, which has two micro-batches; and for each rollout, where at every eighth step
+    the host asks whether any response is left."""
     reads = runs[1][case]
-    passes = 2 * settings_of(case)["num_ppo_epochs"]
-    assert reads["update"] <= 6 * passes, reads
-    assert reads["sample_batch"] <= 12 * 2, reads
-    assert sum(reads.values()) <= 120, reads
+    assert reads["update"] <= 18 * 2 * settings_of(case)["num_ppo_epochs"], reads
+    assert reads["sample_batch"] <= 6 * 2, reads
+    assert sum(reads.values()) - sum(reads[name] for name in ("show_samples", "evaluate", "finish")) <= 200, reads
 
 
 @pytest.mark.slow

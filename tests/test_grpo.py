@@ -3,7 +3,7 @@
 import json
 import math
 from dataclasses import fields, replace
-from types import SimpleNamespace
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -57,6 +57,7 @@ def golden_args(settings, **more):
         num_mini_batches=parts,
         num_ppo_epochs=2 // parts,
         max_grad_norm=1e9,
+        batch_size=len(TRL["completions"]),
         response_length=settings["max_completion_length"],
         reward_weights=tuple(settings.get("reward_weights", ())),
         device="cpu",
@@ -64,19 +65,18 @@ def golden_args(settings, **more):
     return grpo.Args(**given | more)
 
 
-def golden_rollout(args, policy):
-    """The episodes, with the rewards that two functions give them, and their scores."""
+def golden_rollout(args):
+    """The episodes, scored by two functions."""
     prompts = [TOKENIZER(text)["input_ids"] for text in TRL["prompts"] for _ in range(args.num_generations)]
     prompts, prompt_mask = grpo.pad(prompts, TOKENIZER, args, "left")
     responses, mask = grpo.pad(TRL["completions"], TOKENIZER, args)
     ended = torch.tensor([row[-1] == 0 for row in TRL["completions"]])
-    examples = [{"prompt": ""}] * len(responses)
-    rollout = grpo.Rollout(prompts, prompt_mask, responses, mask, ended, ARRAYS["old_logprobs"], examples)
-    first, second = (torch.tensor([math.nan if x is None else x for x in row]) for row in TRL["rewards"])
-    rollout.rewards_by_name = {"first": first}
-    if args.reward_weights:
-        rollout.rewards_by_name["second"] = second
-    rollout.scores = grpo.weighted_sum(rollout.rewards_by_name, args.reward_weights)
+    rows = [{"prompt": "", "input_ids": ids} for ids in prompts.tolist()]
+    drawn = responses, mask, ended, ARRAYS["old_logprobs"]
+    rollout = grpo.Rollout(prompts, prompt_mask, *drawn, rows, args.num_generations)
+    functions = {"first": lambda **_: TRL["rewards"][0], "second": lambda **_: TRL["rewards"][1]}
+    used = dict(list(functions.items())[: len(args.reward_weights) or 1])
+    grpo.score_groups(rollout, None, used, TOKENIZER, args)
     return rollout
 
 
@@ -88,7 +88,7 @@ def test_distances_from_the_old_policy():
     """Of log-probabilities that all differ by 0.1."""
     args = golden_args(next(iter(TRL["cases"].values()))["settings"], beta=0.0)
     policy = golden_model("policy")
-    rollout = golden_rollout(args, policy)
+    rollout = golden_rollout(args)
     rollout.old_logprobs = rollout.in_micro_batches(lambda r: grpo.logprobs_under(policy, r, args), args) - 0.1
     rollout.advantages, rollout.loss_mask = rollout.scores[:, None], rollout.mask
     stats = grpo.update(policy, torch.optim.AdamW(policy.parameters(), lr=0.0), rollout, args)
@@ -102,7 +102,7 @@ def test_a_whole_update_is_trls(case, monkeypatch):
     theirs = TRL["cases"][case]
     policy = golden_model("policy")
     args = golden_args(theirs["settings"])
-    rollout = golden_rollout(args, policy)
+    rollout = golden_rollout(args)
     logprobs = lambda model: rollout.in_micro_batches(lambda r: grpo.logprobs_under(model, r, args), args)  # noqa: E731
     old = logprobs(policy)
     torch.testing.assert_close(old.masked_fill(~rollout.mask, 0.0), ARRAYS["old_logprobs"] * rollout.mask)
@@ -149,7 +149,7 @@ def an_update(scores, rows=None, in_loss=True, ref_padding=0.0, **settings):
     policy = golden_model("policy")
     given = dict(num_ppo_epochs=1, num_mini_batches=1, epsilon=0.05, epsilon_high=0.1) | settings
     args = golden_args(TRL["cases"]["dapo"]["settings"], **given)
-    rollout = golden_rollout(args, policy)
+    rollout = golden_rollout(args)
     rollout.old_logprobs = rollout.old_logprobs + torch.linspace(-0.2, 0.2, 72).view(12, 6).sin()
     rollout.advantages = grpo.group_advantages(scores, args.num_generations, args.scale_rewards)[:, None]
     rollout.loss_mask = rollout.mask & in_loss
@@ -194,21 +194,25 @@ def test_a_micro_batch_of_which_nothing_is_in_the_loss(loss_type, level):
         close(an_update(SCORES, micro_batch_size=12, **settings)[0], cut)
 
 
-@pytest.mark.parametrize("loss_type", [x for x in LOSSES if x != "bnpo"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("heard", [0, 4])
-def test_equal_scores_need_no_backward_pass(loss_type, heard, monkeypatch):
-    """The gradient and the metrics are those of a pass over all rows, also if no group differs."""
+def test_equal_scores_need_no_backward_pass(loss_type, heard, beta, monkeypatch):
+    """The gradient and the metrics are those of a pass over all rows, also if no group differs. With a KL in the loss,
+    every row has a gradient."""
     scores = torch.tensor([7.0] * 8 + [1, 2, 2, 1][:heard] + [7.0] * (4 - heard))
-    settings = dict(loss_type=loss_type, micro_batch_size=4)
+    settings = dict(loss_type=loss_type, micro_batch_size=4, beta=beta)
     micro_batches = grpo.with_gradient_first
     parts = []
     monkeypatch.setattr(grpo, "with_gradient_first", lambda *args: parts.extend(micro_batches(*args)) or parts)
     quick, quick_stats = an_update(scores, **settings)
-    assert [needs_backward for _, needs_backward in parts] == [True, False, False]
+    is_needed = beta > 0 or loss_type == "bnpo"
+    assert [needs_backward for _, needs_backward in parts] == [True, is_needed, is_needed]
     monkeypatch.setattr(grpo, "with_gradient_first", lambda *args: [(index, True) for index, _ in micro_batches(*args)])
     plain, stats = an_update(scores, **settings)
     close(quick, plain)
     assert stats == pytest.approx(quick_stats, rel=1e-4, abs=1e-6)
+    assert (plain.norm() > 1e-3) == (beta > 0 or heard > 0)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -223,60 +227,70 @@ def test_shares_are_of_rows_in_the_loss(level, monkeypatch):
     assert stats["clip_ratio/high_max"] == 0
 
 
-# --- sample_groups, join
+# --- sample_groups
 
 
-def test_dynamic_sampling(monkeypatch):
-    """Groups whose scores differ are kept, in whole; equal ones fill up; draws are counted; and in rollouts of whichever
-    widths prompts end, and responses begin, at one border."""
-    args = grpo.Args(batch_size=8, num_generations=2)
-    prompts = [{"n": n} for n in range(64)]
-    monkeypatch.setattr(grpo, "shuffled", lambda n, *_: list(range(n)))
+@pytest.fixture
+def draws(monkeypatch):
+    """draws(answers, **settings) -> rollout and what an update hands to the next. Prompts are numbers; a draw has four
+    groups of two. Of the answers "0012" those of the third group differ, of the fourth the scores differ, but none
+    ends."""
 
-    def answer(policy, examples, _):
-        ids = torch.tensor([example["n"] for example in examples])[:, None]
+    def sample_batch(policy, rows, k, args):
+        ids = torch.tensor([row["n"] for row in rows for _ in range(k)])[:, None]
         prompts = F.pad(ids, (int(ids[0]) // 4 % 2, 0), value=-1)  # each draw has other widths
         responses = ids.expand(-1, 1 + int(ids[0]) % 3)
         real = torch.ones_like(responses, dtype=torch.bool)
-        return grpo.Rollout(prompts, prompts > -1, responses, real, real[:, 0], responses / 8, examples)
+        rows = [row for row in rows for _ in range(k)]
+        return grpo.Rollout(prompts, prompts > -1, responses, real, real[:, 0], responses / 8, rows, k)
 
-    monkeypatch.setattr(grpo, "sample_batch", answer)
+    def draw(answers, first_draw=0, **settings):
+        coming = iter(answers)
 
-    def sample_groups(most, draws, first_draw=0):
-        """Of draws of four groups each, "0010" being one in which the third group's scores differ: the prompts."""
-        coming = iter(draws)
+        def score_groups(rollout, *_):
+            kinds = torch.tensor([int(digit) for digit in next(coming)]).repeat_interleave(2)
+            rollout.scores = (kinds > 0) * torch.tensor([0.0, 1.0] * 4)
+            rollout.ended = kinds < 2
+            rollout.reward_table = {"f": rollout.scores}
 
-        def score(rollout, *_):
-            differ = torch.tensor([int(digit) for digit in next(coming)]).repeat_interleave(2)
-            scores = differ * torch.tensor([0.0, 1.0] * 4)
-            return {"f": scores}, scores
+        monkeypatch.setattr(grpo, "sample_batch", sample_batch)
+        monkeypatch.setattr(grpo, "score_groups", score_groups)
+        carry = {"num_draws": first_draw}
+        args = grpo.Args(batch_size=8, num_generations=2, **settings)
+        prompts = [{"n": n} for n in range(64)]
+        rollout = grpo.sample_groups(mock.Mock(), None, {"f": None}, prompts, range(64), carry, args)
+        assert carry["num_draws"] - first_draw == len(answers) and not list(coming)
+        return rollout
 
-        monkeypatch.setattr(grpo, "score_responses", score)
-        settings = replace(args, dynamic_sampling=most)
-        rollout, count = grpo.sample_groups(None, prompts, None, first_draw, settings)
-        assert count == len(draws) and not list(coming)
-        assert rollout.scores.tolist() == rollout.rewards_by_name["f"].tolist()
-        kept = rollout.prompts[rollout.prompt_mask].tolist()
-        assert [example["n"] for example in rollout.examples] == kept
-        assert rollout.prompt_mask[:, -1].all() and rollout.mask[:, 0].all()
-        for x, scale in ((rollout.responses, 1), (rollout.old_logprobs, 8)):
-            rows = [(scale * row[real]).tolist() for row, real in zip(x, rollout.mask)]
-            assert rows == [[n] * (1 + n // 4 * 4 % 3) for n in kept]
-        assert kept[::2] == kept[1::2]
-        return kept[::2]
-
-    assert sample_groups(3, ["0001", "0000", "1100", "1111"]) == [3, 8, 9, 12]
-    assert sample_groups(1, ["1000", "0010"], first_draw=5) == [20, 26, 21, 22]  # filled up with what differs not
-    assert sample_groups(0, ["0010"]) == [0, 1, 2, 3]  # in the order of sampling
+    return draw
 
 
-@pytest.mark.parametrize("masks, useless", [(False, [False, False, True]), (True, [True, False, True])])
-def test_groups_without_a_gradient(masks, useless):
-    """Also those of which no response is in the loss, since all are cut off."""
-    scores = torch.tensor([1.0, 0, 1, 0, 1, 1])
-    ended = torch.tensor([False, False, True, False, True, True])
-    args = grpo.Args(num_generations=2, mask_truncated_completions=masks)
-    assert grpo.useless_groups(SimpleNamespace(scores=scores, ended=ended), args).tolist() == useless
+@pytest.mark.parametrize(
+    "answers, most, first_draw, kept",
+    [
+        (["0001", "0000", "1100", "1111"], 3, 0, [3, 8, 9, 12]),
+        (["1000", "0010"], 1, 5, [20, 26, 21, 22]),  # filled up with what differs not
+        (["0010"], 0, 0, [0, 1, 2, 3]),  # in the order of sampling
+    ],
+)
+def test_dynamic_sampling(draws, answers, most, first_draw, kept):
+    """Groups whose scores differ are kept, in whole; equal ones fill up; draws are counted; and in rollouts of whichever
+    widths prompts end, and responses begin, at one border."""
+    rollout = draws(answers, first_draw, dynamic_sampling=most)
+    assert rollout.scores.tolist() == rollout.reward_table["f"].tolist()
+    prompts = rollout.prompts[rollout.prompt_mask].tolist()
+    assert [row["n"] for row in rollout.rows] == prompts == [n for n in kept for _ in range(2)]
+    assert rollout.prompt_mask[:, -1].all() and rollout.mask[:, 0].all()
+    for x, scale in ((rollout.responses, 1), (rollout.old_logprobs, 8)):
+        rows = [(scale * row[real]).tolist() for row, real in zip(x, rollout.mask)]
+        assert rows == [[n] * (1 + n // 4 * 4 % 3) for n in prompts]
+
+
+def test_groups_of_which_no_response_is_in_the_loss(draws):
+    """They are replaced, too."""
+    settings = dict(dynamic_sampling=1, mask_truncated_completions=True)
+    rollout = draws(["2211", "0110"], **settings)
+    assert [row["n"] for row in rollout.rows[::2]] == [2, 3, 5, 6]
 
 
 # --- evaluate
@@ -288,31 +302,58 @@ def test_evaluation(monkeypatch, processes):
     other has no reward; nothing is said of 3."""
     args = grpo.Args(num_generations=2)
 
-    def answer(policy, examples, answers):
-        k = 1 if answers.temperature < 0.1 else 2
-        ids = torch.tensor([example["n"] for example in examples])[:, None]
-        assert len(ids) == k * (6 if processes == 3 else 4)
+    def sample_batch(policy, rows, k, answers):
+        assert len(rows) == (6 if processes == 3 else 4)
+        assert (k == 1) == (answers.temperature == 0.01)
+        rows = [row for row in rows for _ in range(k)]
+        ids = torch.tensor([row["n"] for row in rows])[:, None]
         right = ids < 2
         if k == 2:
             is_first = (torch.arange(len(ids)) % 2 == 0)[:, None]
             right = (ids < 2) | (ids == 2) & is_first
-        return grpo.Rollout(ids, ids > -1, ids, ids > -1, right[:, 0], right.float(), examples)
+        return grpo.Rollout(ids, ids > -1, ids, ids > -1, right[:, 0], right.float(), rows, k)
+
+    def score_groups(r, *_):
+        is_open = r.prompts[:, 0] == 3
+        if r.k == 2:
+            is_open |= (r.prompts[:, 0] == 2) & (r.old_logprobs[:, 0] == 0)
+        right = r.old_logprobs[:, 0].masked_fill(is_open, math.nan)
+        r.reward_table = {"right": right, "other": r.prompts[:, 0].float()}
+        r.scores = right.nan_to_num() + r.prompts[:, 0]
 
     monkeypatch.setattr(grpo, "WORLD_SIZE", processes)
-    monkeypatch.setattr(grpo, "sample_batch", answer)
-
-    def said(r):
-        is_open = r.prompts[:, 0] == 3
-        if len(is_open) > 6:  # two answers each
-            is_open |= (r.prompts[:, 0] == 2) & (r.old_logprobs[:, 0] == 0)
-        return r.old_logprobs[:, 0].masked_fill(is_open, math.nan)
-
-    rewards = {"right": said, "other": lambda r: r.prompts[:, 0].float()}
-    prompts = [{"prompt": "", "n": n} for n in range(4)]
-    stats = grpo.evaluate(None, rewards, prompts, args)
+    monkeypatch.setattr(grpo, "sample_batch", sample_batch)
+    monkeypatch.setattr(grpo, "score_groups", score_groups)
+    stats = grpo.evaluate(mock.Mock(), None, None, [{"n": n} for n in range(4)], args)
     expected = {"eval/accuracy": 2 / 3, "eval/scores": 0.5 + 1.5, "eval/pass@1": 1.0, "eval/pass@2": 1.0}
     expected |= {"eval/rewards/right/mean": 2 / 3, "eval/rewards/other/mean": 1.5}
     assert stats == pytest.approx(expected)
+
+
+# --- who sees a group
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_process_sees_whole_groups(monkeypatch, processes):
+    """A function that compares the answers of a group gets all of them, and its rewards go to their rows."""
+    args = grpo.Args(device="cpu")
+    ids = torch.arange(24)[:, None]
+    rows = [{"prompt": "", "n": n} for n in range(24)]
+    shares = []
+
+    def function_reward(function, rollout, *_):
+        shares.append([rollout.rows[i::processes] for i in range(processes)])
+        return torch.tensor([row["n"] / 10 for row in rollout.rows])
+
+    monkeypatch.setattr(grpo, "WORLD_SIZE", processes)
+    monkeypatch.setattr(grpo, "function_reward", function_reward)
+    rollout = grpo.Rollout(ids, ids > -1, ids, ids > -1, ids[:, 0] > -1, ids / 8, rows, 3)
+    grpo.score_groups(rollout, None, {"f": len}, None, args)
+    torch.testing.assert_close(rollout.scores, torch.arange(24) / 10)
+    for share in shares[0]:
+        numbers = [row["n"] for row in share]
+        assert len(numbers) == 24 / processes
+        assert all(n % 3 == 2 or after == n + 1 for n, after in pairwise(numbers))
 
 
 # --- the loop
@@ -324,19 +365,19 @@ def test_tokens_and_draws_are_counted(tmp_path, tiny, monkeypatch):
     (tmp_path / "r.py").write_text("def same(prompts, **_):\n    return [1.0] * len(prompts)\n")
     settings = tiny | dict(dynamic_sampling=2, reward_fn=(f"{tmp_path}/r.py:same",))
     drawn, read = [], []
-    watch(monkeypatch, grpo, "batch", lambda _, rows, number, *__: drawn.append(number))
-    watch(monkeypatch, grpo, "update", lambda _, policy, optimizer, r, args: read.append(r.inputs()["attention_mask"]))
-    *_, last = run(grpo, tmp_path / "out", **settings | dict(dataset_test_split="none", num_eval_prompts=256))
-    assert drawn == list(range(9)) and last["sampled_batches"] == 3
-    assert last["num_tokens"] == sum(mask.sum() for mask in read)
-    drawn.clear()
+    watch(monkeypatch, grpo, "sample_batch", lambda r, *_: drawn.append([row["prompt"] for row in r.rows[::4]]))
+    watch(monkeypatch, grpo, "update", lambda _, policy, optimizer, r, args: read.append(r.joined()[1].sum()))
+    *_, last = run(grpo, tmp_path / "out", **settings | dict(dataset_test_split="none", save_steps=3, save_total_limit=1))
+    assert len(drawn) == 9 and last["sampled_batches"] == 3
+    assert last["num_tokens"] == sum(read)
     main(grpo, "--resume", tmp_path / "out", "--total-episodes", 32)
-    assert drawn == [9, 10, 11]
+    prompts = sum(drawn, [])
+    assert len(prompts) == len(set(prompts)) == 24
 
 
 def test_without_beta_there_is_no_reference(tmp_path, tiny, monkeypatch):
     """And a batch may be one group."""
-    monkeypatch.setattr(grpo, "make_reference", lambda *_: 1 / 0)
+    monkeypatch.setattr(grpo, "deepcopy", lambda x: 1 / 0 if isinstance(x, torch.nn.Module) else x)
     settings = tiny | dict(batch_size=4, total_episodes=12, num_generations=4)
     assert "objective/kl" not in run(grpo, tmp_path, **settings)[0]
 

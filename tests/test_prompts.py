@@ -1,7 +1,5 @@
 """Prompts that several rows share are read once, and that changes no number."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from runs import run
@@ -20,7 +18,7 @@ COMMON = {"gpt2", "llama", "gemma3_text", "gpt_oss"}  # positions learned and ro
 
 @pytest.fixture
 def never(monkeypatch):
-    """never() lets all scripts read each row whole."""
+    """never() lets both scripts read each row whole."""
 
     def call():
         for script in SCRIPTS.values():
@@ -35,7 +33,7 @@ def groups(policy):
     for x in (r.prompts, r.prompt_mask):
         x[2] = x[0]
         x[5] = x[1]
-    return grpo.Rollout(r.prompts, r.prompt_mask, r.responses, r.mask, r.ended, r.old_logprobs, r.examples)
+    return grpo.Rollout(r.prompts, r.prompt_mask, r.responses, r.mask, r.ended, r.old_logprobs, r.rows, 2)
 
 
 def read(policy, rollout, args):
@@ -96,32 +94,32 @@ def starts_with_a_vowel(completions, **columns):
     return [float(text.strip()[:1].lower() in "aeiou") for text in completions]
 
 
-@pytest.mark.parametrize("settings", [dict(gradient_checkpointing=True), dict(aux_loss_coef=0.1)], ids=str)
-def test_what_needs_whole_rows(settings):
-    """Layers that are computed again would write into the cache twice; a router counts each token that it sees."""
+def test_what_needs_whole_rows():
+    """Layers that are computed again would write into the cache twice."""
     policy = tiny_model("mixtral")
-    args = grpo.Args(device="cpu", **settings)
+    args = grpo.Args(device="cpu", gradient_checkpointing=True)
     assert len(read(policy, groups(policy), args)[2]) == 1
 
 
-def test_a_micro_batch_has_the_rows_of_a_prompt_side_by_side():
-    """Of a long and a short group, in whatever order they come; each process gets as many rows."""
-    rollout = groups(tiny_model("gpt2"))
-    for rows in (torch.arange(6), torch.tensor([5, 2, 3, 1, 4, 0])):
-        order = rollout.by_length(rows).tolist()
-        assert sorted(order) == list(range(6))
-        assert abs(order.index(0) - order.index(2)) == abs(order.index(1) - order.index(5)) == 1
+def test_a_micro_batch_has_the_rows_of_a_group_side_by_side():
+    """In whatever order they come: of a short, a long and a middling group, those that are to come first, first."""
+    ids, lengths = torch.arange(9)[:, None], torch.tensor([1, 2, 1, 9, 1, 1, 1, 5, 1])
+    mask = torch.arange(9) < lengths[:, None]
+    rollout = grpo.Rollout(ids, ids > -1, mask.long(), mask, mask[:, 0], mask / 8, [{}] * 9, 3)
+    args = grpo.Args(device="cpu", micro_batch_size=3)
+    for rows in (torch.arange(9), torch.tensor([5, 2, 7, 3, 1, 4, 8, 6, 0])):
+        parts = rollout.micro_batches(rows, args)
+        assert [part.tolist() for part in parts] == [[0, 1, 2], [6, 7, 8], [3, 4, 5]]
+        parts = rollout.micro_batches(rows, args, torch.arange(9) // 3 == 1)
+        assert [part.tolist() for part in parts] == [[3, 4, 5], [0, 1, 2], [6, 7, 8]]
 
 
-def test_more_rows_fit_where_a_prompt_counts_once(never):
-    policy = tiny_model("llama", max_position_embeddings=4096, hidden_size=64)
-    prompts = grpo.datasets.Dataset.from_list([{"input_ids": [5] * 2000}])
-    args = grpo.Args(device="cpu", batch_size=64, response_length=20)
-    shared = grpo.choose_sizes(args, policy, prompts, 8)
-    never()
-    whole = grpo.choose_sizes(args, policy, prompts, 8)
-    assert 2 * whole.micro_batch_size < shared.micro_batch_size < 8 * whole.micro_batch_size
-    assert shared.local_rollout_forward_batch_size == whole.local_rollout_forward_batch_size
+@pytest.mark.parametrize("settings, rows", [(dict(), 32), (dict(num_generations=12), 24), (dict(num_generations=40), 32)])
+def test_micro_batches_hold_whole_groups_if_one_fits(settings, rows):
+    args = grpo.Args(device="cpu", batch_size=480, **settings)
+    prompts = [{"input_ids": [5] * 20}]
+    sizes = grpo.choose_sizes(args, tiny_model("llama"), prompts, args.num_generations)
+    assert sizes.micro_batch_size == rows
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
@@ -129,16 +127,35 @@ def test_more_rows_fit_where_a_prompt_counts_once(never):
 def test_rewards_of_rows_behind_a_shared_prompt(kind, bf16, never):
     """By a reward model that reads the policy's tokens."""
     rollout = groups(tiny_model(kind))
-    rollout.examples = [{"prompt": "a text"}] * 6
+    rollout.rows = [{"prompt": "a text"}] * 6
     model = tiny_model(kind, AutoModelForSequenceClassification, num_labels=1)
+    model.score = grpo.Head(model.score.weight)
     model.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    policy = SimpleNamespace(tokenizer=model.tokenizer)
+    model.has_same_tokens = True
     args = grpo.Args(micro_batch_size=6, bf16=bf16, device="cpu")
     sizes = []
     model.base_model.register_forward_pre_hook(lambda *x: sizes.append(len(x[2]["input_ids"])), with_kwargs=True)
-    shared = grpo.model_reward(model, policy, args)(rollout)
+
+    def rewards():
+        return rollout.in_micro_batches(lambda r: grpo.group_rewards(model, r, model.tokenizer, args), args)
+
+    shared = rewards()
     never()
-    whole = grpo.model_reward(model, policy, args)(rollout)
+    whole = rewards()
     assert sizes == [4, 6, 6]
     assert whole.std() > 0.1
     torch.testing.assert_close(shared, whole, rtol=0, atol=5e-2 if bf16 else 1e-5)
+
+
+def test_equal_texts_get_equal_rewards(monkeypatch):
+    """However a reward model rounds them; in other groups, too."""
+    noise = iter(torch.randn(12).mul(1e-6))
+    monkeypatch.setattr(rloo, "group_rewards", lambda model, r, *_: torch.stack([next(noise) for _ in r.rows]))
+    ids = torch.tensor([4, 4, 5, 4, 6, 4])[:, None]
+    mask = torch.ones(6, 2, dtype=torch.bool)
+    mask[3:, 1] = torch.tensor([False, True, True])  # of the same tokens, one counts
+    prompts = torch.ones_like(ids)
+    rollout = rloo.Rollout(prompts, prompts > 0, ids.expand(6, 2), mask, mask[:, 0], mask / 8, [{}] * 6, 3)
+    rloo.score_groups(rollout, None, {"reward_model": None}, None, rloo.Args(device="cpu", micro_batch_size=6))
+    a, b, c, d, e, f = rollout.scores.tolist()
+    assert a == b == f and len({a, c, d, e}) == 4

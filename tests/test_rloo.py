@@ -1,14 +1,12 @@
 """rloo.py: groups, whole runs, and TRL's commands. The functions are in test_advantages.py and test_loss.py."""
 
 import json
-import sys
 
 import pytest
-from runs import run
-from sources import ROOT, lines_of
+from runs import main, run
+from sources import lines_of
 
 import rloo
-
 
 SLOW = [(2, {}), (3, {"rloo_k": 2}), (4, {"token_level_kl": True})]
 
@@ -35,19 +33,20 @@ TRL_BENCHMARK = (
     "--num_ppo_epochs 2 --num_mini_batches 2 --local_rollout_forward_batch_size 16 --stop_token eos --kl_coef 0.03 "
     "--sft_model_path toy/sft --dataset_test_split validation"
 )
+TRL_1 = "--num_generations 4 --max_completion_length 6 --num_iterations 2 --epsilon 0.1 --beta 0.03"  # since 0.22
 
 
-@pytest.mark.parametrize("more", ["", TRL_BENCHMARK])
-def test_trls_commands(tmp_path, monkeypatch, more):
+@pytest.mark.parametrize("more", ["", TRL_BENCHMARK, TRL_1])
+def test_trls_commands(tmp_path, more):
     """The commands of TRL's documentation, with local folders for the hub's names and fewer episodes."""
     rows = "\n".join(lines_of("toy/data/prompts/train.jsonl")[:64])
-    folder = tmp_path / "data/data"
-    folder.mkdir(parents=True)
+    (tmp_path / "data").mkdir()
     for split in ("descriptiveness", "validation"):
-        (folder / f"{split}-00000-of-00001.jsonl").write_text(rows)
-    command = TRL_COMMAND.format(data=tmp_path / "data", out=tmp_path / "out") + more
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "rloo.py"), *command.split()])
-    rloo.main()
+        (tmp_path / f"data/{split}.jsonl").write_text(rows)
+    main(rloo, *TRL_COMMAND.format(data=tmp_path / "data", out=tmp_path / "out").split(), *more.split())
     args = json.loads((tmp_path / "out/args.json").read_text())
     assert args["learning_rate"] == 3e-6
-    assert args["batch_size"] == (128 if more else 64)
+    assert args["batch_size"] == (128 if more == TRL_BENCHMARK else 64)
+    if more == TRL_1:
+        given = [args[name] for name in ("rloo_k", "response_length", "num_ppo_epochs", "cliprange", "kl_coef")]
+        assert given == [4, 6, 2, 0.1, 0.03]

@@ -1,159 +1,98 @@
-"""What holds the single files together: shared text, help, pinned packages, names that agree everywhere."""
+"""What holds the single files together: shared text, settings that are read, pinned packages, names of metrics."""
 
 import ast
 import dataclasses
-import importlib.util
 import os
 import random
 import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
-from runs import GOLD, run
+from runs import GOLD, NAMES, run, script, write_rows
 from sources import ROOT, SCRIPTS, defined_in, lines_of, load, nodes_of, source_of, text_of
 
-MODULES = {script: importlib.import_module(Path(script).stem) for script in SCRIPTS}
-# What bears the same name in several scripts has the same text, but for these, which differ on purpose
-OF_THE_ALGORITHM = """
-    Args train update Rollout.by_length response_forward policy_forward rollout_stats evaluate report
-    model_reward read_reward show_samples first_pass read_logprobs load_policy load_reward_model make_optimizer check_args choose_sizes encode_pairs as_pairs
-    encode_pair
-    default_rate"""
-OF_IMAGES = """
-    join add_adapter sample_batch policy_loss warn_about make_reward_fns function_reward load_prompts check_first_ratio
-    start Run.tensors save_model"""
-
-
-def definitions(script):
-    """Functions and classes at the top of a script, and the methods of Run and Rollout, whose fields are its own."""
-    named = dict(defined_in(script))
-    for name in {"Run", "Rollout"} & set(named):
-        methods = [node for node in named.pop(name).body if isinstance(node, ast.FunctionDef)]
-        named |= {f"{name}.{method.name}": method for method in methods}
-    return {name: source_of(script, node) for name, node in named.items()}
-
-
-def differing(scripts):
-    """The names that do not have the same text in all of the scripts."""
-    texts = defaultdict(set)
-    for script in scripts:
-        for name, text in definitions(script).items():
-            texts[name].add(text)
-    return {name for name in texts if len(texts[name]) > 1}
-
-
-def test_shared_text():
-    of_texts = [script for script in SCRIPTS if script != "ddpo.py"]
-    assert differing(of_texts) <= set(OF_THE_ALGORITHM.split())
-    assert differing(SCRIPTS) <= set(OF_THE_ALGORITHM.split()) | set(OF_IMAGES.split())
-
-
-# --- The short files
-
-# What bears the same name in lecture/ and in the script has the same body, but for these
-OF_THE_SHORT_FILE = {
-    "sft": "",
-    "reward_model": "read_reward pair_rewards",
-    "dpo": "completion_logps",
-    "ppo": "sample",
-    "rloo": "sample",
-    "grpo": "sample",
-    "ddpo": "",
+MARK = "the same text in all scripts"  # in the line after which functions are shared
+SHORT = [name for name in NAMES if (ROOT / f"lecture/{name}.py").exists()]
+OWN_BODY = {  # functions of lecture/ that are simpler there
+    "ppo": {"sample"},
+    "rloo": {"sample"},
+    "grpo": {"sample"},
 }
 
 
+def test_functions_behind_the_mark_have_the_same_text_in_all_scripts():
+    texts = defaultdict(set)
+    for file in SCRIPTS:
+        start = 1 + next((i for i, line in enumerate(lines_of(file)) if MARK in line), len(lines_of(file)))
+        for name, node in defined_in(file).items():
+            if node.lineno > start:
+                texts[name].add(source_of(file, node))
+    shared = {name for name, node in defined_in(SCRIPTS[0]).items() if name in texts}
+    for file in SCRIPTS:  # wherever they stand
+        for name in shared & defined_in(file).keys():
+            texts[name].add(source_of(file, defined_in(file)[name]))
+    assert {name for name in texts if len(texts[name]) > 1} == set()
+
+
 def bodies(file):
-    """The body of each function at the top of a file, without docstrings and annotations."""
+    """The body of each function at the top of a file, without docstrings."""
     functions = [node for node in ast.parse(text_of(file)).body if isinstance(node, ast.FunctionDef)]
     for function in functions:
-        function.decorator_list, function.returns = [], None
         for node in ast.walk(function):
-            if isinstance(node, ast.arg):
-                node.annotation = None
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
                 del node.body[0]
     return {function.name: ast.dump(function) for function in functions}
 
 
-@pytest.mark.parametrize("name", OF_THE_SHORT_FILE)
+@pytest.mark.parametrize("name", SHORT)
 def test_the_short_file_has_the_bodies_of_the_script(name):
-    short, script = bodies(f"lecture/{name}.py"), bodies(f"{name}.py")
-    differing = {function for function in set(short) & set(script) if short[function] != script[function]}
-    assert differing <= set(OF_THE_SHORT_FILE[name].split())
+    short, long = bodies(f"lecture/{name}.py"), bodies(f"{name}.py")
+    assert {x for x in short.keys() & long.keys() if short[x] != long[x]} <= OWN_BODY.get(name, set())
 
 
-# --- Settings
+@pytest.mark.parametrize("file", SCRIPTS)
+def test_every_setting_is_read(file):
+    loads = {node.attr for node in nodes_of(file) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    assert {field.name for field in dataclasses.fields(script(file[:-3]).Args)} <= loads
 
 
-def fields_of(script):
-    return [field.name for field in dataclasses.fields(MODULES[script].Args)]
+@pytest.mark.parametrize("file", SCRIPTS)
+def test_packages_named_in_a_script_have_the_versions_of_requirements(file):
+    header = re.search(r"^# dependencies = \[\n(.*?)^# \]", text_of(file), re.MULTILINE | re.DOTALL)[1]
+    pinned = {line.split("#")[0].strip() for line in lines_of("requirements.txt")} - {""}
+    named = set(re.findall(r'"([^"]+)"', header))
+    assert named <= pinned and {"torch", "transformers", "tyro"} <= {package.split("==")[0] for package in named}
+    imported = {node.module or "" for node in nodes_of(file) if isinstance(node, ast.ImportFrom)}
+    imported |= {alias.name for node in nodes_of(file) if isinstance(node, ast.Import) for alias in node.names}
+    known = {package.split("==")[0] for package in pinned} - {"peft"}  # which --lora-r needs alone
+    assert {module.split(".")[0] for module in imported} & known <= {package.split("==")[0] for package in named}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_argument_is_read(script):
-    loads = [node for node in nodes_of(script) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
-    assert set(fields_of(script)) <= {node.attr for node in loads}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_aliases_lead_to_flags(script):
-    flags = {f"--{name.replace('_', '-')}" for name in fields_of(script)}
-    aliases = MODULES[script].ALIASES
-    assert set(aliases.values()) <= flags
-    assert not set(aliases) & flags
-
-
-# --- Packages and metrics
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_inline_metadata_agrees_with_requirements(script):
-    header = re.search(r"^# dependencies = \[\n(.*?)^# \]", text_of(script), re.MULTILINE | re.DOTALL)[1]
-    inline = set(re.findall(r'"([^"]+)"', header))
-    pinned = {line.split("#")[0].strip() for line in text_of("requirements.txt").splitlines()} - {""}
-    beside = {"pytest", "pytest-xdist", "hypothesis", "peft", "httpx2", "scipy"}  # tests, --lora-r, tools
-    beside |= {"jupytext", "nbclient", "ipykernel"}  # the short files as notebooks
-    beside |= {"math-verify", "vaderSentiment"}  # rewards/maths.py, rewards/sentiment.py
-    beside |= {"rich"} if script == "ddpo.py" else {"diffusers"}  # ddpo.py shows images, and no tables
-    assert inline == {package for package in pinned if package.split("==")[0] not in beside}
-
-
-ALL_METRICS = {  # settings under which a script logs everything that it can
-    "ppo.py": {"ptx_coef": 1.0},
-    "rloo.py": {"ptx_coef": 1.0},
-    "grpo.py": {"beta": 0.1},
-}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_glossary_lists_every_metric(script, tiny, tmp_path):
-    """A script's page has each logged name, so that no number on a dashboard is without a meaning."""
-    settings = tiny[Path(script).stem] | ALL_METRICS.get(script, {})
-    if script != "ddpo.py":
-        settings["eval_steps"] = 1
-    if "reward_fn" in fields_of(script) and script != "ddpo.py":
-        settings["reward_fn"] = (GOLD,)
-    if "ptx_coef" in settings:
-        (tmp_path / "texts.jsonl").write_text('{"text": "The cat sat on the mat."}\n' * 8)
-        settings["pretrain_data"] = str(tmp_path / "texts.jsonl")
-    logged, *others = map(set, run(MODULES[script], tmp_path / "out", **settings))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scripts_page_names_every_metric(name, tiny, tmp_path):
+    settings = tiny[name] | dict(eval_steps=1, beta=0.1, reward_fn=(GOLD,), pretrain_data=f"{tmp_path}/texts.jsonl")
+    settings = {key: x for key, x in settings.items() if key in vars(script(name).Args())}
+    if name == "ddpo":
+        settings.pop("reward_fn")
+    write_rows(tmp_path / "texts.jsonl", [{"text": "The cat sat on the mat."}] * 8)
+    logged, *others = map(set, run(name, tmp_path / "out", **settings))
     assert all(other == logged for other in others)
-    pages = [f"docs/{Path(script).stem}.md"]
-    if script in ("rloo.py", "grpo.py"):
-        pages.append("docs/ppo.md")  # "as in ppo.py"
+    pages = [f"docs/{name}.md", *(["docs/ppo.md"] if name in ("rloo", "grpo", "agent") else [])]  # "as in ppo.py"
+    pages = [page for page in pages if (ROOT / page).exists()]
     rows = [line.split("|")[1] for page in pages for line in lines_of(page) if line.startswith(("| `", "| **`"))]
     known = re.findall(r"`([\w/@]+)`", " ".join(rows))
-    named = {re.sub(r"\brewards/\w+/(?=mean|std)", "rewards/NAME/", name.replace("@4", "@G")) for name in logged}
+    named = {re.sub(r"\brewards/\w+/(?=mean|std)", "rewards/NAME/", key.replace("@4", "@G")) for key in logged}
     assert not named - set(known)
 
 
-# --- What happens before a run
+# --- Before a run
 
 
 def test_importing_a_script_does_nothing(monkeypatch):
@@ -167,22 +106,38 @@ def test_importing_a_script_does_nothing(monkeypatch):
 
     monkeypatch.setattr(socket, "socket", lambda *_, **__: pytest.fail("it asks the network"))
     before = state()
-    for script in SCRIPTS:
-        load(script, "imported")
-        assert before == state(), script
+    for file in SCRIPTS:
+        load(file, "imported")
+        assert before == state(), file
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_alone_in_a_folder_starts(script, tmp_path, monkeypatch):
-    """Copied into an empty folder it imports nothing of ours; it ends for want of a model or data."""
-    shutil.copy(ROOT / script, tmp_path)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_alone_in_a_folder_starts(name, tmp_path, monkeypatch):
+    """It imports nothing of ours, and ends for want of a model."""
+    shutil.copy(ROOT / f"{name}.py", tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [script])
     ours = [str(path) for path in (ROOT, ROOT / "tests", ROOT / "toy")]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(path for path in sys.path if path not in ("", *ours))])
-    for other in [*SCRIPTS, "toy.py", "make.py"]:
-        monkeypatch.delitem(sys.modules, Path(other).stem, raising=False)
-    module = load(tmp_path / script, "alone")
-    with pytest.raises((Exception, SystemExit), match="toy/|find them"):
-        module.main()
-    assert set(os.listdir(tmp_path)) - {"__pycache__"} == {script}
+    for other in [*(file[:-3] for file in SCRIPTS), "toy", "make"]:
+        monkeypatch.delitem(sys.modules, other, raising=False)
+    module = load(tmp_path / f"{name}.py", "alone")
+    with pytest.raises((Exception, SystemExit), match="toy/"):
+        module.train(module.Args(output_dir=str(tmp_path / "out"), device="cpu"))
+    assert {path.name for path in tmp_path.iterdir()} <= {f"{name}.py", "__pycache__"}
+    monkeypatch.chdir(ROOT)
+
+
+def test_the_toy_worlds_pipeline_gives_commands_that_are_understood(tmp_path, monkeypatch):
+    """With `echo` for Python: it says what it is asked to run. No command starts from what is not made yet."""
+    command = ["bash", str(ROOT / "toy/pipeline.sh"), str(tmp_path / "out")]
+    done = subprocess.run(command, env=os.environ | {"PYTHON": "echo"}, capture_output=True, text=True, check=True)
+    calls = [line.split() for line in done.stdout.splitlines() if not line.startswith("== ")]
+    calls = [call for call in calls if call[0] in SCRIPTS]
+    assert {call[0] for call in calls} >= {"ppo.py"} & set(SCRIPTS)
+    made = {None, str(ROOT / "toy/sft"), str(ROOT / "toy/reward_model"), "toy/reward_model", "toy/sft"}
+    for call in calls:
+        monkeypatch.setattr(sys, "argv", call)
+        args = script(Path(call[0]).stem).read_command_line()
+        models = {getattr(args, role, None) for role in ("model", "reward_model")}
+        assert models <= made or len(SCRIPTS) < 8, call
+        made.add(args.output_dir)

@@ -3,7 +3,8 @@
     python tools/make_fork.py "A loss term"                     # writes lecture/fork.py, to be read and run
     python tools/make_fork.py "A loss term" --script ppo.py     # the same change of ppo.py, as fork.py
 
-A diff is named by its heading on the page.
+A diff is named by its heading on the page. A fork.py that exists may hold work of yours, and git ignores it: --force
+overwrites it.
 """
 
 import argparse
@@ -54,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", help="the heading of the diff on its page")
     parser.add_argument("--script", help="ppo.py, in place of the short file")
+    parser.add_argument("--force", action="store_true", help="overwrite fork.py if it exists")
     args = parser.parse_args()
     diffs = {}
     for page in PAGES:
@@ -62,7 +64,13 @@ def main() -> None:
         sys.exit(f"error: there is no diff {args.name!r}, only {', '.join(diffs)}")
     file = ROOT / (args.script or script_of(diffs[args.name]))
     output = file.with_name("fork.py")
-    output.write_text(apply(diffs[args.name], file.read_text("utf-8")), "utf-8")
+    if output.exists() and not args.force:
+        sys.exit(f"error: {output.relative_to(ROOT)} exists: rename it, or overwrite it with --force")
+    try:
+        text = apply(diffs[args.name], file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: the diff does not fit {file.name}: {error}")
+    output.write_text(text, "utf-8")
     print(f"written: {output.relative_to(ROOT)}")
 
 

@@ -19,6 +19,7 @@ runs again, and the original does not.
 import argparse
 import contextlib
 import hashlib
+import io
 import json
 import math
 import multiprocessing
@@ -30,7 +31,8 @@ import signal
 import statistics
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import traceback
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -73,15 +75,45 @@ def train(run: Run) -> None:
         stack.enter_context(
             mock.patch.multiple("wandb", init=mock.DEFAULT, log=lambda stats, **_: lines.append(dict(stats)))
         )
-        nowhere = stack.enter_context(open(os.devnull, "w"))
-        stack.enter_context(contextlib.redirect_stdout(nowhere))
-        stack.enter_context(contextlib.redirect_stderr(nowhere))
-        runpy.run_path(script, run_name="__main__")
+        said = io.StringIO()
+        stack.enter_context(contextlib.redirect_stdout(said))
+        stack.enter_context(contextlib.redirect_stderr(said))
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except (SystemExit, Exception) as error:
+            print(error.code if isinstance(error, SystemExit) else traceback.format_exc())
+            sys.exit("\n".join(said.getvalue().strip().splitlines()[-20:]))
         if (folder / "metrics.jsonl").exists():
             lines = read(folder / "metrics.jsonl")
+    if not lines:
+        sys.exit("It logged no metrics, neither in metrics.jsonl nor by wandb.log")
     part = run.file.with_suffix(".part")
     part.write_text("".join(json.dumps(line) + "\n" for line in lines))
     part.rename(run.file)  # only a complete file gets this name
+
+
+def make(runs: list[Run], jobs: int) -> None:
+    """Makes some runs at once, each in a process of its own, since sides may have different modules of one name. If one
+    fails, the others end, too."""
+    context = multiprocessing.get_context("spawn")
+    waiting, running = list(reversed(runs)), {}
+    try:
+        with tqdm(total=len(runs), disable=False) as bar:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    run = waiting.pop()
+                    process = context.Process(target=train, args=(run,))
+                    process.start()
+                    running[process.sentinel] = process, run
+                for sentinel in wait(list(running)):
+                    process, run = running.pop(sentinel)
+                    process.join()
+                    if process.exitcode:
+                        sys.exit(f"error: `{run.command} --seed {run.seed}` failed with status {process.exitcode}")
+                    bar.update()
+    finally:
+        for process, _ in running.values():
+            process.terminate()
 
 
 def read(file: Path) -> list[dict[str, float]]:
@@ -177,18 +209,23 @@ def main() -> None:
     parser.add_argument("--metrics", nargs="+", default=[], help="metrics to show; by default all")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/seeds"))
     args = parser.parse_args()
-    if args.seeds < 2 or args.sides[0] == args.sides[1]:
-        parser.error("at least two seeds are needed, and two different sides")
+    if args.seeds < 2 or args.jobs < 1 or args.sides[0] == args.sides[1]:
+        parser.error("at least two seeds and one job are needed, and two different sides")
+    for side in args.sides:
+        try:
+            words = shlex.split(side)
+        except ValueError as error:
+            parser.error(f"{side}: {error}")
+        if not words or not Path(words[0]).is_file():
+            parser.error(f"{side!r} should begin with the path of a script")
+        if {"--seed", "--output-dir"} & {word.partition("=")[0] for word in words}:
+            parser.error(f"{side!r}: the seed and the folder of a run are set here")
     args.output_dir.mkdir(parents=True, exist_ok=True)
     sides = [plan(command, args.seeds, args.output_dir) for command in args.sides]
     missing = [run for pair in zip(*sides) for run in pair if not run.file.exists()]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))  # before torch is imported
     os.environ["TQDM_DISABLE"] = "1"  # for the runs
-    context = multiprocessing.get_context("spawn")
-    # a process for each run, since sides may have different modules of the same name
-    with ProcessPoolExecutor(args.jobs, context, max_tasks_per_child=1) as pool:
-        for done in tqdm(as_completed([pool.submit(train, run) for run in missing]), total=len(missing), disable=False):
-            done.result()
+    make(missing, args.jobs)
     runs = tuple([read(run.file) for run in side] for side in sides)
     ends = compare(runs, args.metrics)
     print(f"A: {args.sides[0]}\nB: {args.sides[1]}")

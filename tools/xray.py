@@ -6,7 +6,7 @@
 
 For each table that a run prints, it saves the tensors in samples/: `prompts` and `prompt_mask` (B, P), and `responses`
 and `mask` (B, T). Each other tensor (B, T) becomes a colour, and each (B,) a number beside the text. Tokens that the
-environment wrote, where `written` (B, T) is false, stay grey and have no numbers (grpo.py --env).
+environment wrote, where `written` (B, T) is false, stay grey and have no numbers (agent.py).
 The curves are from metrics.jsonl. A page is the viewer, xray.html, with the data in it. Data are shown as text, so a
 model cannot insert HTML.
 """
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs/xray/index.html"
 VIEWER = Path(__file__).resolve().with_name("xray.html")
 PLACE = "<!-- data -->\n"  # where the viewer takes it
-SCRIPTS = ("ppo", "rloo", "grpo", "dpo", "sft")
+SCRIPTS = ("ppo", "rloo", "grpo", "dpo")
 # tensor -> its name on the page, whether it has both signs (else it is 0 or less), and its description
 QUANTITIES = {
     "advantages": (
@@ -99,7 +99,7 @@ def load_tokenizer(run: Path) -> AutoTokenizer:
     if (run / "tokenizer_config.json").exists():
         return AutoTokenizer.from_pretrained(run)
     args = json.loads((run / "args.json").read_text())
-    name = args["model"] or args["from_scratch"] or "toy/base"
+    name = args["model"] or args["from_scratch"]
     is_ours = (ROOT / name).exists() and not Path(name).exists()
     return AutoTokenizer.from_pretrained(ROOT / name if is_ours else name)
 
@@ -122,7 +122,7 @@ def read_samples(file: Path, tokenizer: AutoTokenizer) -> list[dict]:
         if x.shape in ((B, T), (B, 1)):  # (B, 1): all tokens of a response have the same number
             colours[name] = x.expand(B, T)
         elif x.shape == (B,):
-            numbers[name.removeprefix("rewards/")] = x
+            numbers[name] = x
     names = sorted(numbers, key=lambda name: name != "scores")  # the score comes first
 
     def of_tokens(x: Tensor, i: int) -> list[float | None]:

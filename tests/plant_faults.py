@@ -1,0 +1,126 @@
+"""Plants faults in a script, one at a time, and prints those that no test sees.
+
+    python tests/plant_faults.py ppo.py tests/test_additions.py tests/test_parity.py --number 50 --seed 1
+    python tests/plant_faults.py ppo.py tests/test_loss.py --function policy_loss    # whatever can be turned in there
+
+A fault is a small change at a place that is drawn from the syntax tree: a comparison or an operator turned, `and` for
+`or`, a constant changed, two arguments exchanged, a keyword argument, a sign or a statement left out. For each fault the
+tests run in a copy of the repository, up to the first that fails, or for --timeout seconds. Some faults change nothing
+(`max(1, n)` where n is always larger), so look at each one that lived. The exit code is 1 if one did.
+"""
+
+import ast
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from copy import copy
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TURNED = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.And: ast.Or,
+    ast.Or: ast.And, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+SAID = ("print", "warn", "tqdm", "require", "check")  # calls whose texts are for people
+
+
+def turn(node):
+    """Other texts for a node of the syntax tree."""
+
+    def changed(**fields):
+        other = copy(node)
+        vars(other).update(fields)
+        return ast.unparse(other)
+
+    match node:
+        case ast.BinOp(op=op) | ast.BoolOp(op=op) | ast.AugAssign(op=op) if type(op) in TURNED:
+            yield changed(op=TURNED[type(op)]())
+        case ast.Compare(ops=[op]):
+            yield changed(ops=[TURNED[type(op)]()])
+        case ast.UnaryOp(operand=operand):
+            yield ast.unparse(operand)
+        case ast.Constant(value=bool(value)):
+            yield str(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield str(value + 1 if isinstance(value, int) or not value else 2 * value)
+        case ast.IfExp(test=test):
+            yield changed(test=ast.UnaryOp(ast.Not(), test))
+        case ast.Call(args=args, keywords=keywords):
+            for i in range(len(args) - 1):
+                yield changed(args=[*args[:i], args[i + 1], args[i], *args[i + 2 :]])
+            for i in range(len(keywords)):
+                yield changed(keywords=keywords[:i] + keywords[i + 1 :])
+            if isinstance(node.func, ast.Attribute) and not keywords and len(args) < 2:
+                yield ast.unparse(node.func.value)
+    if isinstance(node, (ast.Expr, ast.AugAssign, ast.Continue, ast.Break)):
+        yield "pass"
+
+
+def faults(text, function):
+    """(line, old text, new text of the file) of all faults, in one function or in all."""
+    tops = [top for top in ast.parse(text).body if isinstance(top, (ast.FunctionDef, ast.ClassDef)) and top.name != "Args"]
+    todo = [node for top in tops for node in ast.walk(top) if isinstance(node, ast.FunctionDef)]
+    lines = text.encode().splitlines(keepends=True)
+    place = lambda line, column: sum(map(len, lines[: line - 1])) + column  # noqa: E731
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.FunctionDef) and function not in (None, node.name):
+            continue
+        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        children = node.body if isinstance(node, ast.FunctionDef) else ast.iter_child_nodes(node)
+        todo += [x for x in children if not isinstance(x, (ast.FunctionDef, ast.JoinedStr)) and name not in SAID]
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not hasattr(node, "end_lineno") or is_text or isinstance(node, ast.FunctionDef) or name in SAID:
+            continue
+        old = ast.unparse(node)
+        begin, end = place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
+        for new in turn(node):
+            new = f"({new})" if isinstance(node, ast.expr) else new
+            whole = text.encode()
+            yield node.lineno, f"{old}  ->  {new}", (whole[:begin] + new.encode() + whole[end:]).decode()
+
+
+def main():
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("script")
+    parser.add_argument("tests", nargs="+")
+    parser.add_argument("--function", help="plant in this function alone, everything that can be turned")
+    parser.add_argument("--number", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=300.0)
+    args = parser.parse_args()
+    text = (ROOT / args.script).read_text("utf-8")
+    drawn = list(faults(text, args.function))
+    if not args.function:
+        lines = sorted({line for line, *_ in drawn})  # a line with many places is as likely as one with few
+        chance = random.Random(args.seed)
+        lines = chance.sample(lines, min(args.number, len(lines)))
+        drawn = [chance.choice([fault for fault in drawn if fault[0] == line]) for line in lines]
+
+    def lives(fault):
+        line, change, planted = fault
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copytree(ROOT, f"{folder}/x", ignore=shutil.ignore_patterns(".*", "runs", "models", "__pycache__"))
+            Path(folder, "x", args.script).write_text(planted, "utf-8")
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *args.tests]
+            try:
+                code = subprocess.run(command, cwd=f"{folder}/x", capture_output=True, timeout=args.timeout).returncode
+            except subprocess.TimeoutExpired:
+                code = "timeout"
+        print("LIVES" if code == 0 else f"seen ({code})", f"{args.script}:{line}", change, flush=True)
+        return code == 0
+
+    with ThreadPool(2) as pool:
+        alive = sum(pool.map(lives, drawn, chunksize=1))
+    print(f"{len(drawn) - alive} of {len(drawn)} faults were seen")
+    sys.exit(alive > 0)
+
+
+if __name__ == "__main__":
+    main()
