@@ -34,14 +34,10 @@ values at the dots do not matter: they are masked.
   rewards              | 0  0   0     0   0    0     0  .75   on the token that ends a turn
                        | 0  0   0     0  .88   0     0   0
 
-Three mistakes raise no error. With answers in the loss, the policy learns to imitate the environment. Without stop
-tokens in the loss, it does not learn to end its turn. If each turn decodes the stream and encodes it again, the loss
-may see other tokens than those sampled.
-
 Papers: GRPO 2402.03300; several turns: RAGEN 2504.20073, Search-R1 2503.09516; losses: DAPO 2503.14476, Dr. GRPO
 2503.20783, MaxRL 2602.02710. In short: lecture/agent.py, 310 lines.
 
-  python agent.py    # guess a number: offline, two minutes on a CPU, guesses 4.3 -> 3.5
+  python agent.py    # guess a number: offline, two minutes on a CPU, guesses 4.3 -> 3.7, in likely play 3.3
   python agent.py --env rewards/calculator.py:Calculator --dataset problems.jsonl --model Qwen/Qwen3-0.6B --bf16 \\
       --num-generations 8 --batch-size 64 --response-length 1024 --max-turns 6
 """
@@ -129,11 +125,8 @@ class Args:
     beta: NonNegative = 0.0  # weight of the KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
     mask_truncated_completions: bool = False  # exclude episodes that a limit cut off from the loss (DAPO)
     # --- Episodes ---
-    # file.py:name of a class. An object is one episode, made from a row; step(text) -> answer, reward, is_over
-    env: Name = f"{TOY}/guess/make.py:Game"
-    response_length: Annotated[Count, alias("--max-completion-length")] = (
-        24  # maximum tokens of an episode, answers included
-    )
+    env: Name = f"{TOY}/guess/make.py:Game"  # file.py:name of a class, with step(text) -> answer, reward, is_over
+    response_length: Annotated[Count, alias("--max-completion-length")] = 24  # maximum tokens per episode, answers too
     max_turns: Count | None = None  # maximum turns of the policy in an episode
     temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
     local_rollout_forward_batch_size: Count | None = None  # episodes played at once; by default 4 x micro_batch_size
@@ -155,12 +148,12 @@ class Args:
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text or messages that end with the user's; the environment gets all columns ---
+    max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
     # folder of train.jsonl and validation.jsonl (or .parquet), one such file, or a name on the hub
     dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/guess/data/prompts"
     dataset_config: Annotated[Name | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = "validation"  # split to evaluate on, if there is one
-    max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
     # --- Run ---
     seed: Natural = 1  # seed of episodes, order of rows, mini-batches, and adapters
     total_episodes: Count = 51_200  # number of episodes to train on
@@ -188,8 +181,8 @@ def train(args):
     passes = range(1 + args.total_episodes // (G * len(prompts)))
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
-    options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
     trained = [p for p in policy.parameters() if p.requires_grad]
+    options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(trained, args.learning_rate, **options)  # fused: ten times as fast on a CPU
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
     run = Run(args, num_updates, optimizer, schedule, {}, model=policy)
@@ -207,6 +200,10 @@ def train(args):
         rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # (B, 1)
         if args.credit == "turn":
             rollout.advantages = turn_advantages(rollout.rewards, rollout.turn, rollout.written, G)  # (B, T)
+
+        rollout.loss_mask = rollout.written  # (B, T)
+        if args.mask_truncated_completions:
+            rollout.loss_mask = rollout.written & rollout.ended[:, None]
 
         # 4. Loss, and 5. update
         with run.clock("update"):
@@ -227,7 +224,8 @@ def train(args):
 # --- 1. Play ----------------------------------------------------------------------------------------------------------
 @dataclass
 class Rollout:
-    """A batch of episodes: B prompts, the stream that follows each of them, and the results of later steps."""
+    """A batch of episodes: B prompts, and the stream that follows each of them. Later steps add their results: scores
+    (B,), ref_logprobs (B, T) with --beta, and advantages (B, 1), or (B, T) with --credit turn."""
 
     prompts: Tensor  # (B, P), left-padded
     prompt_mask: Tensor  # (B, P), true on real tokens
@@ -239,9 +237,6 @@ class Rollout:
     rewards: Tensor  # (B, T), the reward of a turn, on its last token
     ended: Tensor  # (B,), true if the environment ended the episode, after a stop token
     rows: list[dict]  # the B rows of the dataset
-    scores: Tensor | None = None  # (B,), the sum of the rewards
-    ref_logprobs: Tensor | None = None  # (B, T), with --beta
-    advantages: Tensor | None = None  # (B, 1), the same for all tokens of an episode; with --credit turn, (B, T)
 
     def joined(self):
         """Ids and attention mask (B, P+T) of prompts and streams, as a model reads them."""
@@ -358,8 +353,8 @@ def encode_answer(answer, game, row, policy):
     """Token ids of an environment's answer. In a conversation, with the chat template's text around it; its role is the
     environment's `role`, by default "user".
 
-    To find this text, the template renders the conversation with and without the answer. A placeholder stands for the
-    policy's turn; it has a thought, since a template that deletes earlier thoughts would change what the policy read.
+    The template renders the conversation with and without the answer, and a placeholder for the policy's turn. It has a
+    thought, since a template that deletes earlier thoughts would change what the policy has read.
     """
     tokenizer = policy.tokenizer
     if isinstance(row["prompt"], list):
@@ -499,9 +494,6 @@ def update(policy, optimizer, rollout, args):
     The gradient of a mini-batch is a weighted sum over its tokens, however it is split into micro-batches and among
     processes: clip_gradient averages over processes, so the weights use the numbers of rows and tokens per process.
     """
-    rollout.loss_mask = rollout.written
-    if args.mask_truncated_completions:
-        rollout.loss_mask = rollout.written & rollout.ended[:, None]
     bounds = 1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon)
     num_parts = args.num_mini_batches * WORLD_SIZE
     num_rows = args.batch_size / num_parts
@@ -558,7 +550,7 @@ def rollout_stats(rollout, G):
         "ended": rollout.ended.float().mean(),
         "completions/mean_length": written.sum(1).float().mean(),
     }
-    if rollout.ref_logprobs is not None:
+    if hasattr(rollout, "ref_logprobs"):
         k1 = rollout.old_logprobs - rollout.ref_logprobs
         stats["objective/kl"] = masked_sum(k1, written) / len(k1)
     return {name: x.item() for name, x in stats.items()}
@@ -611,7 +603,6 @@ def load_models(args):
     policy.generation_config.eos_token_id = policy.stop_token_ids  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
     file, _, name = args.env.rpartition(":")
-    require(file, f"--env {args.env}: should be file.py:name")
     policy.environment = load_function(file, name)
     reference = deepcopy(policy).requires_grad_(False) if args.beta and not args.lora_r else policy
     if args.lora_r:

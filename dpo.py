@@ -214,13 +214,10 @@ def train(args):
 def cut_to_fit(pair, limit, args):
     """Cuts a pair to `limit` tokens: first the prompt, to max_prompt_length tokens, then the ends of the completions
     (TRL 0.7)."""
-    prompt = pair.prompt
+    prompt, size = pair.prompt, args.max_prompt_length
     if len(pair) > limit:
-        prompt = (
-            prompt[-args.max_prompt_length :]
-            if args.truncation_mode == "keep_end"
-            else prompt[: args.max_prompt_length]
-        )
+        require(size < limit, f"--max-prompt-length {size} leaves no room for a completion in {limit} tokens")
+        prompt = prompt[-size:] if args.truncation_mode == "keep_end" else prompt[:size]
     room = limit - len(prompt)
     return Pair(prompt, pair.chosen[:room], pair.rejected[:room], pair.margin)
 
@@ -296,9 +293,7 @@ def other_loss(chosen_rewards, rejected_rewards, args):
             return torch.relu(1 - margins)
         case "ipo":
             return ((margins - 0.5) / args.beta) ** 2
-        case (
-            "kto_pair"
-        ):  # a chosen reward is compared with the mean rejected one, an estimate of beta KL, and vice versa
+        case "kto_pair":  # compares a reward with the mean of the others, an estimate of beta KL
             chosen_kl = chosen_rewards.mean().clamp(min=0)
             rejected_kl = rejected_rewards.mean().clamp(min=0)
             return (2 - (chosen_rewards - rejected_kl).sigmoid() - (chosen_kl - rejected_rewards).sigmoid()) / 2
@@ -309,8 +304,8 @@ def update(policy, optimizer, batch, ref_logps, args):
     """Makes one optimiser step on a batch of pairs, given their log pi_ref(y|x) (B, 2). Returns its metrics. Without an
     optimiser, only computes the metrics.
 
-    The loss is the mean over all pairs of the batch, however they are split into micro-batches and among processes
-    (except for kto_pair, whose KL is a mean over a micro-batch, as in TRL).
+    The loss is the mean over all pairs of the batch, however they are split into micro-batches and among processes. But
+    the KL of kto_pair is a mean over a micro-batch, as in TRL.
     """
     sums = Counter()
     for rows, counts in micro_batches(range(len(batch)), args):
@@ -322,13 +317,10 @@ def update(policy, optimizer, batch, ref_logps, args):
         loss = (losses * counts).sum() / len(batch)
         if optimizer:
             (WORLD_SIZE * loss).backward()  # clip_gradient averages over processes
+        margins = chosen_rewards - rejected_rewards
         seen = {"loss": losses, "rewards/chosen": chosen_rewards, "rewards/rejected": rejected_rewards}
-        seen |= {"rewards/accuracies": chosen_rewards > rejected_rewards}
-        seen |= {
-            "rewards/margins": chosen_rewards - rejected_rewards,
-            "logps/chosen": chosen,
-            "logps/rejected": rejected,
-        }
+        seen |= {"rewards/accuracies": margins > 0, "rewards/margins": margins}
+        seen |= {"logps/chosen": chosen, "logps/rejected": rejected}
         sums.update({name: (x.detach() * counts).sum() / len(batch) for name, x in seen.items()})  # a Counter adds
     stats = dict(zip(sums, all_reduce(torch.stack(list(sums.values()))).tolist()))
     if optimizer:
@@ -384,11 +376,7 @@ def draw_answers(model, prompts, args):
 
 
 # --- Model ------------------------------------------------------------------------------------------------------------
-CURVES = {  # panels: metrics
-    "loss": "loss$",
-    "implicit rewards": "rewards/(chosen|rejected)$",
-    "share of pairs right": "rewards/accuracies$",
-}
+CURVES = {"loss": "loss$", "implicit rewards": "rewards/(chosen|rejected)$", "pairs right": "rewards/accuracies$"}
 
 
 def load_policy(args):
@@ -436,9 +424,7 @@ def load_pairs(args, split, model):
             check(len(answer) == 1, "'chosen' or 'rejected' is not one message")
             check_messages(answer, last="assistant")
             texts.append(render_answer(prompt + answer, row, tokenizer))
-            check(
-                texts[-1].startswith(texts[0]), f"the chat template does not write {texts[0][-30:]!r} before an answer"
-            )
+            check(texts[-1].startswith(texts[0]), f"the chat template does not write {texts[0][-30:]!r} before an answer")
         return texts
 
     def pair_of(columns):

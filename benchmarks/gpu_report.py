@@ -29,12 +29,14 @@ from common import ROOT, BenchmarkError, describe_machine, describe_ours, requir
 TEXTS = "--dataset-train-split train[:384] --dataset-test-split validation[:64]"
 ROLLOUTS = "--total-episodes 384 --dataset-test-split none --save-steps 1 --save-total-limit 9"
 RUNS = dict.fromkeys(["sft", "reward_model", "dpo"], TEXTS)  # six updates, otherwise by default
-RUNS |= dict.fromkeys(["ppo", "rloo", "grpo"], ROLLOUTS) | {"ddpo": "--num-epochs 6"}
+RUNS |= dict.fromkeys(["ppo", "rloo", "grpo"], ROLLOUTS)
+RUNS |= {"agent": "--batch-size 64 --total-episodes 384", "ddpo": "--num-epochs 6"}
 GPT2 = "--batch-size 16 --dataset-test-split none --save-steps 99 --total-episodes"
 FEW_TEXTS = "--batch-size 8 --dataset-train-split train[:16] --dataset-test-split validation[:8]"
 FEW_ROLLOUTS = "--batch-size 8 --total-episodes 16 --response-length 8 --dataset-test-split none --save-steps 1"
 FEW_IMAGES = "--num-epochs 2 --sample-num-steps 2 --sample-batch-size 8 --train-batch-size 16"
-QUICK = {TEXTS: FEW_TEXTS, ROLLOUTS: FEW_ROLLOUTS, RUNS["ddpo"]: FEW_IMAGES}
+FEW_EPISODES = "--num-generations 4 --batch-size 8 --total-episodes 16"
+QUICK = {TEXTS: FEW_TEXTS, ROLLOUTS: FEW_ROLLOUTS, RUNS["agent"]: FEW_EPISODES, RUNS["ddpo"]: FEW_IMAGES}
 QUICK |= {f"{GPT2} {episodes}": FEW_ROLLOUTS for episodes in (16, 96)}
 METRICS = dict.fromkeys(["sft", "reward_model", "dpo"], "loss") | {"ddpo": "reward_mean"}
 CLOCKS = ("time/", "perf/", "eps")

@@ -11,8 +11,7 @@ shards; b rows of P + T tokens in a micro-batch, of which T are the response; B 
     frozen network    4 N, / S with stage 3; in bfloat16 half of it except for the embeddings, unless it is the policy
                       without its adapter
     gathered          temporarily unsharded: stage 2, 4 N of each trained network; stage 3, two layers and the
-                      embeddings, and 4 N of the policy in a rollout (with --no-gather-for-rollout, layer by layer, no
-                      more than in the update); stage 0, nothing
+                      embeddings, and 4 N of the policy in a rollout; stage 0, nothing
     activations       bfloat16: 36 D b (P + T) L, and 2 N weights cast for the pass; float32: 64 D b (P + T) L; with
                       checkpointing 4 D b (P + T) L and those of one layer. (GPT-2's layer: inputs of two norms and of
                       four products, q, k, v, both sides of the GELU; attention that keeps no matrix of its weights)
@@ -31,6 +30,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from common import RESULTS, ROOT, describe_machine, describe_ours, markdown, require
 from throughput import Setting, ours_flags, peak_memory_mb, start
@@ -80,8 +80,6 @@ class Plan:
     bf16: bool = True
     checkpointing: bool = False
     lora: bool = False  # the policy has no gradients or moments, and is its own reference; adapters count as 0 bytes
-    gather: bool = True  # gather the whole policy for a rollout with stage 3
-    offload: bool = False
 
 
 def memory(m: Shape, p: Plan) -> dict[str, float]:
@@ -102,13 +100,10 @@ def memory(m: Shape, p: Plan) -> dict[str, float]:
         "gradients": 4 * N * trained / sharded,
         "Adam": 8 * N * trained / sharded,
     }
-    if p.offload:  # all shards are in CPU memory
-        held = {"weights": unchanging * (p.stage < 3), "gradients": 0, "Adam": 0}
     update = {"gathered": gathered, "activations": activations + casts, "logits": 12 * p.rows * p.response * m.vocab}
     cache = (2 if p.bf16 else 4) * 2 * m.layers * m.kv_width * p.rollout_rows * tokens + 12 * p.rollout_rows * m.vocab
     whole = 4 * N + (2 * N if p.bf16 else 0)  # the policy in a rollout, and its weights in bfloat16
-    layers = 4 * (2 * m.layer + m.embeddings)
-    rollout = {0: whole - 4 * N, 2: whole, 3: whole if p.gather else layers}[p.stage]
+    rollout = whole if p.stage else whole - 4 * N
     in_update = sum(held.values()) + sum(update.values())
     in_rollout = held["weights"] + held["Adam"] + cache + rollout
     return held | update | {"in the update": in_update, "in the rollout": in_rollout}
@@ -130,8 +125,6 @@ LADDER = [  # an option, and its change of the plan; each is added to those befo
     ("`--lora-r 16`, on one GPU", {"lora": True}),
     ("`--zero-stage 2`, 8 GPUs, without the adapter", {"lora": False, "stage": 2, "shards": 8}),
     ("`--zero-stage 3`", {"stage": 3}),
-    ("`--no-gather-for-rollout`", {"gather": False}),
-    ("`--offload`", {"offload": True}),
 ]
 
 
@@ -203,20 +196,24 @@ FREED = {
 def run(script: str, flags: list[str]) -> None:
     """Runs a script in this process, and returns freed memory to the system, unlike a script on a CPU by default.
 
-    The first process writes imports.json to the output folder: its peak in bytes before it loaded any model.
+    The first process writes peaks.json to the output folder: its peak in MB before it loaded any model, and after each
+    optimiser step.
     """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
     sys.path.insert(0, str(ROOT))
     module = importlib.import_module(script)
-    module.keep_freed_memory = lambda: None
-    before = peak_memory_mb()
+    module.ctypes = SimpleNamespace(CDLL=lambda _: None)  # by which it would ask glibc to keep freed memory
+    peaks = [peak_memory_mb()]
+    register_optimizer_step_post_hook(lambda *_: peaks.append(peak_memory_mb()))
     sys.argv = [f"{script}.py", *flags]
-    module.main()
+    module.train(module.read_command_line())
     if os.environ.get("RANK", "0") == "0":
-        Path(flags[flags.index("--output-dir") + 1], "imports.json").write_text(json.dumps(before))
+        Path(flags[flags.index("--output-dir") + 1], "peaks.json").write_text(json.dumps(peaks))
 
 
 def measured(models: Path, script: str, processes: int, rows: int, flags: str) -> float:
-    """Growth in bytes of the first process's peak between the imports and the end of the last update."""
+    """Growth in bytes of the first process's peak between the imports and the last optimiser step."""
     output = Path(tempfile.mkdtemp(dir=models), "run")
     setting = replace(SETTING, batch=rows * processes, rollout_batch=rows, updates=2)
     words = [*ours_flags(setting, script, models, output), "--micro-batch-size", str(rows), *flags.split()]
@@ -226,8 +223,8 @@ def measured(models: Path, script: str, processes: int, rows: int, flags: str) -
     command += [__file__, "--worker", script, *words]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | FREED, cwd=ROOT, check=False)
     require(done.returncode == 0, f"{script} {flags} failed:\n{done.stderr[-3000:]}")
-    last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
-    return (last["perf/peak_memory_mb"] - json.loads((output / "imports.json").read_text())) * 2**20
+    before, *_, after = json.loads((output / "peaks.json").read_text())
+    return (after - before) * 2**20
 
 
 def measure() -> None:

@@ -487,7 +487,7 @@ def trainer_023(settings: dict, logged: list):
     def next_prompt() -> tuple[str, dict]:
         """A prompt and its metadata."""
         row = next(rows)
-        return row[settings["prompt_column"]], row
+        return row["prompt"], row
 
     trainer = DDPOTrainer(config, score, next_prompt, pipeline)
     trainer.sd_pipeline.set_progress_bar_config(disable=True)

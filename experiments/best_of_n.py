@@ -34,11 +34,11 @@ KEPT = {
 
 
 def load_policy():
-    """The settings of ppo.py for many responses, the initial policy, and all prompts."""
+    """The settings of ppo.py for many responses, and the initial policy."""
     sizes = {"micro_batch_size": 256, "local_rollout_forward_batch_size": 256}
     args = ppo.Args(temperature=0.7, response_length=53, **sizes)
-    policy = ppo.load_policy(args)
-    return args, policy, ppo.load_prompts(args, policy, None)[0]
+    policy, *_ = ppo.load_models(args)
+    return args, policy
 
 
 def write_responses(seed: int, file: str) -> None:
@@ -46,23 +46,35 @@ def write_responses(seed: int, file: str) -> None:
 
     The latter show where PPO starts.
     """
-    args, policy, prompts = load_policy()
+    args, policy = load_policy()
+    prompts = ppo.load_prompts(args, "train", policy.tokenizer)
     torch.manual_seed(seed)
     few = prompts[(seed - 1) * PROMPTS : seed * PROMPTS]
     rollout = ppo.sample_batch(policy, [x for x in few for _ in range(RESPONSES)] + prompts, args)
-    gold = ppo.function_reward("toy/gold_score.py:gold_score", policy, args)(rollout)
+    gold_score = ppo.load_function(ROOT / "toy/gold_score.py", "gold_score")
+    gold = ppo.function_reward(gold_score, rollout, policy.tokenizer, args)
     names = ("prompts", "prompt_mask", "responses", "mask", "ended", "old_logprobs")
     torch.save({name: getattr(rollout, name) for name in names} | {"gold": gold}, file)
 
 
 def score_responses(reward_model: Path, responses: str) -> tuple[np.ndarray, np.ndarray]:
     """The proxy scores of these responses, and their gold scores."""
-    args, policy, _ = load_policy()
+    args, policy = load_policy()
     data = torch.load(responses)
     gold = data.pop("gold").numpy().astype(float)
-    rollout = ppo.Rollout(**data, examples=[{}] * len(gold))
+    rollout = ppo.Rollout(**data, rows=[{}] * len(gold))
     model = ppo.load_reward_model(replace(args, reward_model=str(reward_model)), policy)
-    return ppo.model_reward(model, policy, args)(rollout).numpy().astype(float), gold
+    proxy = rollout.in_micro_batches(lambda r: ppo.model_reward(model, r, policy.tokenizer, args), args)
+    return proxy.numpy().astype(float), gold
+
+
+def write_pairs(folder: Path, seed: int, count: int) -> None:
+    """Pairs of the toy world: other ones for each seed, as far as they reach, with the same ones to evaluate on."""
+    folder.mkdir(parents=True)
+    lines = (ROOT / "toy/data/preferences/train.jsonl").read_text("utf-8").splitlines(keepends=True)
+    first = (seed - 1) * count if seed * count <= len(lines) else 0  # of the largest set there is but one
+    (folder / "train.jsonl").write_text("".join(lines[first : first + count]), "utf-8")
+    shutil.copy(ROOT / "toy/data/preferences/validation.jsonl", folder)
 
 
 def write_base(folder: str, width: str) -> None:
@@ -92,9 +104,9 @@ def measure(run: Run) -> dict:
     begin = time.perf_counter()
     shutil.rmtree(run.folder, ignore_errors=True)
     pairs, reward_model = run.options["pairs"], run.folder / "reward-model"
-    first = (run.seed - 1) * pairs if run.seed * pairs <= 30_000 else 0  # of the largest set there is but one
+    write_pairs(run.folder / "pairs", run.seed, pairs)
     flags = [*run.options["reward_model"].split(), "--num-train-epochs", run.options["epochs"], "--seed", run.seed]
-    flags += ["--dataset-train-split", f"train[{first}:{first + pairs}]", "--output-dir", reward_model]
+    flags += ["--dataset", run.folder / "pairs", "--output-dir", reward_model]
     call(["reward_model.py", "--model", run.options["start"], *flags], run.folder / "log")
     proxy, gold = score_responses(reward_model, f"{run.options['responses']}/responses-{run.seed}.pt")
     count = PROMPTS * RESPONSES  # the others are one to each prompt

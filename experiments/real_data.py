@@ -52,10 +52,9 @@ def write_sums() -> None:
 def write_opinions() -> None:
     """Requests for an opinion of a thing."""
     things = THINGS.split(", ")
-    system = chat("", "system")  # else the template adds one of 16 tokens
     for split, some in {"validation": things[:16], "train": things[16:]}.items():
         rows = [(thing.split()[-1], form.format(thing)) for thing in some for form in FORMS]
-        rows = [{"prompt": [*system, *chat(text)], "thing": thing} for thing, text in rows]
+        rows = [{"prompt": chat(text), "thing": thing} for thing, text in rows]
         write(DATA / "opinions" / f"{split}.jsonl", rows)
 
 

@@ -12,15 +12,17 @@ import sys
 from itertools import combinations
 from pathlib import Path
 
+import torch
 from real_data import DATA, GOLD, LEXICON, REWARD_MODEL, chat
 from record import ROOT
 import evaluate as tool
+import ppo
 from scripts import evaluate, read_lines, short
 from texts import write
 
 MODEL = "models/smollm2"
 EACH = 8  # answers to a prompt
-SCORED = f"--response-length 32 --temperature 0.8 --dtype bfloat16 --reward-fn {GOLD} {LEXICON}"
+SCORED = f"--response-length 32 --temperature 0.8 --bf16 --reward-fn {GOLD} {LEXICON}"
 
 
 def answers_of(split: str) -> list[dict]:
@@ -35,7 +37,7 @@ def answers_of(split: str) -> list[dict]:
 def write_pairs(name: str, score: str) -> None:
     """Answers to the same prompt are compared: with the next one for training (each answer is in two pairs), or two by
     two for validation. The higher score is preferred with the odds exp(20 d) to 1, where d is the difference (Bradley
-    and Terry)."""
+    and Terry). Equal and empty answers are left out."""
     draw = random.Random(0)
     for split, step in {"train": 1, "validation": 2}.items():
         answers = answers_of(split)
@@ -45,16 +47,26 @@ def write_pairs(name: str, score: str) -> None:
             if draw.random() > 1 / (1 + math.exp(-20 * (a[score] - b[score]))):
                 a, b = b, a
             texts = {side: chat(x["response"], "assistant") for side, x in [("chosen", a), ("rejected", b)]}
-            pairs.append({"prompt": a["prompt"]} | texts)
+            if len({"", a["response"].strip(), b["response"].strip()}) == 3:
+                pairs.append({"prompt": a["prompt"]} | texts)
         draw.shuffle(pairs)
         write(DATA / name / f"{split}.jsonl", pairs)
 
 
 def rewards_of(reward_model: Path | str, answers: list[dict]) -> list[float]:
     """The reward of each answer, which ends with its stop token if it ended by itself."""
-    reward = tool.make_reward(str(reward_model), tool.Args(str(reward_model)))
-    texts = [tool.Answer(row, "", [], row["response"], [], ended=bool(row["eos_share"])) for row in answers]
-    return [x for i in range(0, len(texts), 64) for x in reward(texts[i : i + 64])]
+    args = tool.settings_of(tool.Args(MODEL))
+    policy = tool.load_policy(MODEL, args)
+    tokenizer = policy.tokenizer
+    prompts = [ppo.render(row["prompt"], row, tokenizer, add_generation_prompt=True) for row in answers]
+    ended = [bool(row["eos_share"]) for row in answers]
+    responses = [row["response"] + tokenizer.eos_token * end for row, end in zip(answers, ended)]
+    columns = [ppo.encode(texts, tokenizer, is_chat=True) for texts in (prompts, responses)]
+    prompts, prompt_mask = ppo.pad(columns[0], tokenizer, args, "left")  # (B, P)
+    responses, mask = ppo.pad(columns[1], tokenizer, args)  # (B, T)
+    ended = torch.tensor(ended, device=args.device)
+    rollout = ppo.Rollout(prompts, prompt_mask, responses, mask, ended, old_logprobs=None, rows=answers)
+    return tool.load_reward(str(reward_model), policy, args)(rollout).tolist()
 
 
 def write_best() -> None:
@@ -63,6 +75,7 @@ def write_best() -> None:
         answers = [answer for i, answer in enumerate(answers_of(split)) if i % EACH < 4]
         rewards = rewards_of(REWARD_MODEL, answers)
         best = [answers[max(range(i, i + 4), key=rewards.__getitem__)] for i in range(0, len(answers), 4)]
+        best = [answer for answer in best if answer["response"].strip()]  # nobody learns from an empty one
         rows = [{"prompt": x["prompt"], "completion": chat(x["response"], "assistant")} for x in best]
         write(DATA / "best" / f"{split}.jsonl", rows)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import resource
 import shlex
 import shutil
@@ -16,18 +17,24 @@ from safetensors.torch import load_file, save_file
 EVALUATED = ("sft", "reward_model", "dpo")  # on unseen texts, from time to time
 
 
-def call(command: list, log: Path) -> float:
-    """Runs a program of the project; its CPU seconds. What it prints is in a file, which is there if it fails."""
+def start(command: list, log: Path) -> resource.struct_rusage:
+    """Runs a program of the project; what it used. What it prints is in a file, which is there if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, *map(str, command)] if str(command[0]).endswith(".py") else [*map(str, command)]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with open(log, "a") as out:
-        done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, check=False)
-    if done.returncode:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
+        _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
         tail = "\n".join(log.read_text(errors="replace").strip().splitlines()[-12:])
         raise RuntimeError(f"`{shlex.join(command)}` failed; its last lines:\n{tail}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return used
+
+
+def call(command: list, log: Path) -> float:
+    """The same; its CPU seconds."""
+    used = start(command, log)
+    return used.ru_utime + used.ru_stime
 
 
 def log_of(folder: Path) -> Path:
@@ -48,11 +55,13 @@ def short(x, digits: int = 4):
 
 
 def train(run: Run) -> dict:
-    """Trains, in a new folder; the command, and its CPU seconds."""
+    """Trains, in a new folder; the command, its CPU seconds, and its peak memory."""
     shutil.rmtree(run.folder, ignore_errors=True)
     log_of(run.folder).unlink(missing_ok=True)
     command = [*run.command, "--seed", str(run.seed), "--output-dir", str(run.folder)]
-    return {"command": shlex.join(["python", *command]), "cpu_seconds": round(call(command, log_of(run.folder)))}
+    used = start(command, log_of(run.folder))
+    found = {"cpu_seconds": round(used.ru_utime + used.ru_stime), "peak_memory_mb": round(used.ru_maxrss / 2**10)}
+    return {"command": shlex.join(["python", *command])} | found
 
 
 def measure(run: Run) -> dict:

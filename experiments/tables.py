@@ -53,7 +53,8 @@ def value_of(run: dict, part: str, metric: str = ""):
     if part == "minutes":
         return run["cpu_seconds"] / 60
     if part == "gb":
-        return max(curves["perf/peak_memory_mb"]) / 1024 if curves else None
+        peak = run.get("peak_memory_mb") or max(curves.get("perf/peak_memory_mb", [0]))  # older runs logged it
+        return peak / 1024 or None
     if part == "best":  # of eight answers, by a reward model
         return run["read"]["best of"]["8"][0] if "read" in run else None
     if part == "last":

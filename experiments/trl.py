@@ -7,10 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-import torch
 from record import ROOT, Run
 from scripts import add_answers, call, log_of, summarize
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 import dpo
 import grpo
 import reward_model
@@ -53,15 +52,14 @@ def write_settings(run: Run, folder: Path) -> Path:
 
 def args_of(script, settings: Path, **changes):
     """The settings as our script has them."""
-    values = json.loads(settings.read_text())
-    others = {"chosen_here", *script.code_version()}
-    return script.Args(**{name: x for name, x in values.items() if name not in others} | changes)
+    values = json.loads(settings.read_text()) | changes
+    values.pop("code")  # its script, version and revision
+    return script.Args(**values)
 
 
 def save_start(settings: Path, folder: Path) -> None:
     """The random weights with which our run of sft.py begins, for TRL."""
-    torch.manual_seed(json.loads(settings.read_text())["seed"])
-    model = sft.load_policy(sft.Args())
+    model = sft.load_policy(args_of(sft, settings))
     model.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
 
@@ -69,10 +67,10 @@ def save_start(settings: Path, folder: Path) -> None:
 def judge_answers(settings: Path, output: Path) -> None:
     """Adds our evaluation of TRL's policy of GRPO to its last line."""
     args = args_of(grpo, settings, model=str(output / "model"))
-    policy = grpo.load_policy(args)
-    _, prompts = grpo.load_prompts(args, policy, None)
-    torch.manual_seed(0)
-    found = grpo.evaluate(policy, grpo.make_reward_fns(args, policy, None), prompts, args)
+    policy, *_ = grpo.load_models(args, needs_reference=False)
+    prompts = grpo.load_prompts(args, args.dataset_test_split, policy.tokenizer)[: args.num_eval_prompts]
+    set_seed(0)
+    found = grpo.evaluate(policy, None, grpo.load_reward_fns(args), prompts, args)
     lines = (output / "metrics.jsonl").read_text().splitlines()
     lines[-1] = json.dumps(json.loads(lines[-1]) | found)
     (output / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -88,20 +86,19 @@ def judge_checkpoints(algorithm: str, settings: Path, output: Path) -> None:
     script = {"sft": sft, "reward_model": reward_model, "dpo": dpo}[algorithm]
     args = args_of(script, settings, micro_batch_size=50)
     kind = AutoModelForSequenceClassification if algorithm == "reward_model" else AutoModelForCausalLM
-    _, test = script.load_data(args)
     lines = []
     for checkpoint in sorted(output.glob("checkpoint-*"), key=step_of):
         model = kind.from_pretrained(checkpoint).eval()
         model.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
         if algorithm == "sft":
-            rows = script.read_texts(test, model.tokenizer, args, args.max_length)
-            found = script.evaluate(model, script.as_rows(rows[:]), args)
+            texts = script.load_texts(args, args.dataset_test_split, model.tokenizer, args.max_length)
+            found = script.evaluate(model, texts, args)
         else:
-            pairs = script.as_pairs(script.encode_pairs(test, model.tokenizer, args, args.max_length)[:])
-            if algorithm == "reward_model":
-                found = script.evaluate(model, pairs, args)[0]
-            else:
-                logps = script.read_reference(model, script.load_policy(args), pairs, args)
-                found = script.evaluate(model, pairs, logps, args)
+            model.config.reward_bias = 0.0  # which TRL does not have
+            pairs = script.load_pairs(args, args.dataset_test_split, model)
+            others = []
+            if algorithm == "dpo":
+                others.append(script.read_reference(model, script.load_policy(args), pairs, args))
+            found = script.evaluate(model, pairs, *others, args)
         lines.append(json.dumps({"step": step_of(checkpoint)} | found) + "\n")
     (output / "metrics.jsonl").write_text("".join(lines))

@@ -64,7 +64,9 @@ def turn(node):
 
 def faults(text, function):
     """(line, old text, new text of the file) of all faults, in one function or in all."""
-    tops = [top for top in ast.parse(text).body if isinstance(top, (ast.FunctionDef, ast.ClassDef)) and top.name != "Args"]
+    tops = [
+        top for top in ast.parse(text).body if isinstance(top, (ast.FunctionDef, ast.ClassDef)) and top.name != "Args"
+    ]
     todo = [node for top in tops for node in ast.walk(top) if isinstance(node, ast.FunctionDef)]
     lines = text.encode().splitlines(keepends=True)
     place = lambda line, column: sum(map(len, lines[: line - 1])) + column  # noqa: E731

@@ -1,17 +1,19 @@
-"""A pretend accelerator, for machines that have none: `--device pretend`, once this file is imported.
-
-Its tensors hold memory of the host, and behave as CUDA's do where a program for a CPU goes wrong:
-- an operator on tensors of both devices raises, with its name, but for numbers (0-dim CPU tensors) and CPU indices;
+"""A pretend accelerator, for machines that have none. Its tensors hold memory of the host, and behave as CUDA's do where
+a program for a CPU goes wrong:
+- an operator on tensors of both devices raises, but for numbers (0-dim CPU tensors) and CPU indices;
 - `.numpy()` and generators of the CPU raise; what is drawn on the device is not what the CPU draws from the same seed;
-- what makes the host wait for the device (`item`, `tolist`, `bool`, boolean masks, copies to the CPU) is counted as a
-  read, by the function of the script that asked for it: `with count() as counts`.
-Built on PyTorch's Python backends (torch.utils.backend_registration, experimental). Nothing is asynchronous, memory is
-not measured, and the kernels are the CPU's: times and rounding say nothing of a GPU's.
+- what makes the host wait for the device (`item`, `tolist`, `bool`, boolean masks, copies to the CPU) is counted.
+Built on PyTorch's Python backends (torch.utils.backend_registration, experimental). Nothing is asynchronous, and the
+kernels are the CPU's: times and rounding say nothing of a GPU's.
+
+test_device.py starts it in a process of its own, as PyTorch never forgets such a device: pretend_device.py JOBS.json
+trains on it, and writes into found.json how often the host waited, by run and function.
 """
 
+import json
 import sys
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -22,34 +24,23 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 NAME = "pretend"
 HERE = torch.device("privateuseone", 0)  # which it is called until the name is registered
-CPU = torch.device("cpu")
 ROOT = str(Path(__file__).resolve().parent.parent)
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
 own_generator = torch.Generator()
-counting = []  # the counts that are open
-
-
-@contextmanager
-def count():
-    """Counts the reads within this context, by function of the script."""
-    reads = Counter()
-    counting.append(reads)
-    yield reads
-    counting.pop()
+reads = Counter()
 
 
 def note_read():
-    """The host waits here, for the outermost function behind train() of a file at the root of the repository."""
+    """The host waits here: counted for the function that train() has called."""
     frame, found = sys._getframe(1), "elsewhere"
     while frame is not None and frame.f_code.co_name != "train":
         if frame.f_code.co_filename.rpartition("/")[0] == ROOT:
             found = frame.f_code.co_name
         frame = frame.f_back
-    for reads in counting:
-        reads[found] += 1
+    reads[found] += 1
 
 
 class PretendTensor(torch.Tensor):
@@ -65,7 +56,6 @@ class PretendTensor(torch.Tensor):
         return tensor
 
     def tolist(self):
-        """Numbers, as of any tensor; PyTorch does not do it for subclasses."""
         note_read()
         return self.raw.tolist()
 
@@ -73,13 +63,11 @@ class PretendTensor(torch.Tensor):
         return format(self.tolist(), spec)
 
     def numpy(self, **_):
-        """Refused, as by CUDA's tensors."""
         raise TypeError(f"can't convert a tensor of the device {NAME} to numpy: copy it to the CPU first")
 
     __array__ = numpy
 
-    def untyped_storage(self):
-        """The host's, by which libraries know tied weights when they save."""
+    def untyped_storage(self):  # by which libraries know tied weights when they save
         return self.raw.untyped_storage()
 
     @classmethod
@@ -92,12 +80,10 @@ def is_ours(x):
 
 
 def raw(x):
-    """The CPU tensor of a tensor of the device; anything else as it is."""
     return x.raw if is_ours(x) else x
 
 
 def wrap(x):
-    """A CPU tensor as one of the device; anything else as it is."""
     return PretendTensor(x) if isinstance(x, torch.Tensor) and not is_ours(x) else x
 
 
@@ -107,14 +93,12 @@ def tensors_in(*values):
 
 def check(operator, args, kwargs):
     """Refuses what CUDA refuses: tensors of two devices, and random numbers of the CPU's generator."""
-    if operator in COPIES:
-        return
     is_written = operator._schema.is_mutable
     if operator in INDEXING and is_ours(args[0]):
         args = (args[0], *args[2:])  # the indices may be anywhere
     tensors = tensors_in(args, kwargs)
     others = [x for i, x in enumerate(tensors) if not is_ours(x) and (x.dim() > 0 or (i == 0 and is_written))]
-    if others and any(map(is_ours, tensors)):
+    if others and any(map(is_ours, tensors)) and operator not in COPIES:
         raise RuntimeError(f"{operator.name()}: expected all tensors to be on one device, but found {NAME} and cpu")
     if kwargs.get("generator") is not None:
         raise RuntimeError(f"{operator.name()}: expected a generator of the device {NAME}, but found one of the CPU")
@@ -132,11 +116,10 @@ def execute(operator, args, kwargs):
         if "generator" in takes:
             kwargs["generator"] = own_generator
     has_boolean_mask = operator in INDEXING and any(x.dtype == torch.bool for x in tensors_in(args[1]))
-    comes_back = operator in COPIES and not stays
-    if operator in READS or has_boolean_mask or comes_back:
+    if operator in READS or has_boolean_mask or (operator in COPIES and not stays):
         note_read()
     if "device" in takes:
-        kwargs["device"] = CPU
+        kwargs["device"] = torch.device("cpu")
     result = operator(*pytree.tree_map(raw, args), **pytree.tree_map(raw, kwargs))
     if isinstance(result, torch.Tensor) and result is raw(args[0]):  # in place
         return args[0]
@@ -173,13 +156,23 @@ def make(operator, *args, **kwargs):
     return execute(operator, args, kwargs | {"device": HERE})
 
 
-_setup_privateuseone_for_python_backend(NAME, Module())
-torch.__future__.set_swap_module_params_on_conversion(True)  # a module's tied weights stay tied when it is moved
-torch.accelerator.synchronize = lambda *_: None
-_foreach_utils._foreach_supported_types.append(PretendTensor)
-library = torch.library.Library("aten", "IMPL")
-for factory in (aten.empty.memory_format, aten.empty_strided.default):
-    library.impl(factory.name().removeprefix("aten::"), partial(make, factory), "PrivateUse1")
-everything = torch.library.Library("_", "IMPL")
-everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-library.impl("_copy_from", copy_from, "PrivateUse1")
+if __name__ == "__main__":
+    sys.path.insert(0, ROOT)
+    from runs import run  # the scripts, too, are imported before there is such a device
+
+    _setup_privateuseone_for_python_backend(NAME, Module())
+    torch.__future__.set_swap_module_params_on_conversion(True)  # a module's tied weights stay tied when it is moved
+    torch.accelerator.synchronize = lambda *_: None
+    _foreach_utils._foreach_supported_types.append(PretendTensor)
+    library = torch.library.Library("aten", "IMPL")
+    for factory in (aten.empty.memory_format, aten.empty_strided.default):
+        library.impl(factory.name().removeprefix("aten::"), partial(make, factory), "PrivateUse1")
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    library.impl("_copy_from", copy_from, "PrivateUse1")
+    found = {}
+    for script, settings, output in json.loads(Path(sys.argv[1]).read_text()):
+        reads.clear()
+        run(script, output, device=NAME, **settings)
+        found[Path(output).name] = dict(reads)
+    Path(sys.argv[1]).with_name("found.json").write_text(json.dumps(found))

@@ -102,13 +102,11 @@ def words_of(**settings):
     """The command line of some settings."""
     words = []
     for name, value in settings.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(flag if value else f"--no-{name.replace('_', '-')}")
-        elif isinstance(value, tuple):
-            words += [flag, *map(str, value)]
+            words.append(f"--{'' if value else 'no-'}{flag}")
         else:
-            words += [flag, str(value)]
+            words += [f"--{flag}", *map(str, value if isinstance(value, tuple) else [value])]
     return words
 
 

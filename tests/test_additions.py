@@ -183,7 +183,9 @@ def folder(tmp_path_factory):
     rows = [json.loads(line) for line in lines_of_file("toy/data/sft/train.jsonl")[:9]]
     texts = [f"{row['prompt']}{row['completion']}".split()[: 5 + i] for i, row in enumerate(rows)]
     write_rows(folder / "texts.jsonl", [{"text": " ".join(words)} for words in texts])
-    code = "def letters(prompts, completions, **_):\n    return [len(x + y) / 100 for x, y in zip(prompts, completions)]"
+    code = (
+        "def letters(prompts, completions, **_):\n    return [len(x + y) / 100 for x, y in zip(prompts, completions)]"
+    )
     (folder / "gold.py").write_text(code)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
     tokenizer.save_pretrained(folder / "mixtral")

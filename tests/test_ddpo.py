@@ -13,7 +13,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, StableDiffusi
 from PIL import Image
 from runs import run, untimed, watch
 from safetensors.torch import load_file
-from shapes import PROMPTS, TOY, UNET, close, flat, random, rows, step, toy_chain, toy_rollout, trained
+from shapes import PROMPTS, TOY, UNET, close, flat, make, random, rows, step, toy_chain, toy_rollout, trained
 from sources import ROOT
 from torch.distributions import Normal, kl_divergence
 

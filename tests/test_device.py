@@ -1,6 +1,6 @@
 """Device mistakes, seen on a pretend accelerator (pretend_device.py): runs there give the numbers of runs on the CPU.
 
-They have a process of their own (on_device.py). This one has never heard of the device, and reads what they leave.
+They have a process of their own. This one has never heard of the device, and reads what they leave.
 """
 
 import json
@@ -50,7 +50,7 @@ def settings_of(part_of):
 def train_there(folder, jobs):
     """Runs on the pretend device; where its tensors were read."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, "tests/on_device.py", str(folder / "jobs.json")]
+    command = [sys.executable, "tests/pretend_device.py", str(folder / "jobs.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads((folder / "found.json").read_text())

@@ -1,11 +1,14 @@
-"""dpo.py: encoding, reading, what its arguments promise, and whole runs by hand."""
+"""dpo.py: reading pairs, what its arguments promise, and whole runs by hand."""
 
 import gc
+import math
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from families import FAMILIES, make_tokenizer
 from replay import (
     SETTINGS,
     agree,
@@ -26,7 +29,16 @@ from transformers import AutoTokenizer
 import dpo
 import reward_model
 
-# --- encoding
+# --- reading pairs
+
+BOTH = pytest.mark.parametrize("module", [dpo, reward_model], ids=lambda module: module.__name__)
+
+
+def load(module, file, tokenizer, **settings):
+    """The pairs of a file, as a model with this tokenizer reads them."""
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=512))
+    model = SimpleNamespace(tokenizer=tokenizer, config=config)
+    return module.load_pairs(module.Args(dataset=file, **settings), "train", model)
 
 
 @pytest.fixture(scope="module")
@@ -34,39 +46,92 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(ROOT / "toy/sft")
 
 
-def test_one_eos_is_enough(tokenizer):
-    texts = (" is good.", " is good." + tokenizer.eos_token)
-    pair, ended = (dpo.encode_preference("The film", text, " is bad.", tokenizer) for text in texts)
-    assert ended == pair
-    assert pair.chosen.count(tokenizer.eos_token_id) == 1
-
-
-def test_whole_texts_share_their_beginning(tokenizer):
-    pair = dpo.encode_preference("", "The film is good.", "The film is bad.", tokenizer)
-    assert tokenizer.decode(pair.prompt) == "The film is"
-    assert tokenizer.decode(pair.chosen) == " good." + tokenizer.eos_token
-    apart = dpo.encode_preference("", "Good.", "Bad.", tokenizer)
-    assert apart.prompt == [tokenizer.bos_token_id or tokenizer.eos_token_id]
-    assert tokenizer.decode(apart.rejected) == "Bad." + tokenizer.eos_token
+def test_one_eos_is_enough(tokenizer, tmp_path):
+    texts = [" is good.", " is good." + tokenizer.eos_token]
+    rows = [dict(prompt="The film", chosen=text, rejected=" is bad.") for text in texts]
+    pair, ended = load(dpo, write_rows(tmp_path / "d.jsonl", rows), tokenizer)
+    assert ended.chosen.tolist() == pair.chosen.tolist()
+    assert pair.chosen.tolist().count(tokenizer.eos_token_id) == 1
 
 
 @pytest.mark.parametrize("mode, prompt", [("keep_end", [3, 4]), ("keep_start", [1, 2])])
 def test_cut_to_fit(mode, prompt):
-    pair = dpo.Preference([1, 2, 3, 4], [5, 6, 7], [5, 6, 8])
-    assert dpo.cut_to_fit(pair, 4, 2, mode) == dpo.Preference(prompt, [5, 6], [5, 6])
-    assert dpo.cut_to_fit(pair, 7, 2, mode) == pair
+    pair = dpo.Pair(*map(np.array, ([1, 2, 3, 4], [5, 6, 7], [5, 6, 8])), 0.0)
+    args = dpo.Args(max_prompt_length=2, truncation_mode=mode)
+    cut = dpo.cut_to_fit(pair, 4, args)
+    assert [x.tolist() for x in (cut.prompt, cut.chosen, cut.rejected)] == [prompt, [5, 6], [5, 6]]
+    whole = dpo.cut_to_fit(pair, 7, args)
+    assert [x.tolist() for x in (whole.prompt, whole.chosen)] == [[1, 2, 3, 4], [5, 6, 7]]
 
 
-@pytest.mark.parametrize("module", [dpo, reward_model], ids=lambda module: module.__name__)
-def test_a_micro_batch_has_room_for_prompts(module, tmp_path, monkeypatch):
-    """Two texts a pair, each with its prompt."""
-    rows = [dict(prompt="The film is good. " * 9, chosen="Good.", rejected="Bad.")] * 4
-    sizes = []
-    fit = module.rows_that_fit
-    monkeypatch.setattr(module, "rows_that_fit", lambda model, n, args: sizes.append(n) or fit(model, n, args))
-    run(module, tmp_path / "out", dataset=write_rows(tmp_path / "d.jsonl", rows), batch_size=4)
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    assert sizes == [2 * (len(tokenizer(rows[0]["prompt"] + "Good.")["input_ids"]) + 1)]  # and EOS
+def says(role, content):
+    return {"role": role, "content": content}
+
+
+USER, GOOD, BAD = says("user", "The film?"), says("assistant", "It sings."), says("assistant", "No.")
+TALK = [USER, says("assistant", "It is good."), says("user", "Why?")]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_pair_of_each_chat_family(name, tmp_path):
+    """The prompt is what a rollout reads; an answer goes up to the token that ends it. Both forms of a row agree."""
+    tokenizer = make_tokenizer(name)
+    apart = dict(prompt=TALK, chosen=[GOOD], rejected=[BAD])
+    whole = dict(chosen=[*TALK, GOOD], rejected=[*TALK, BAD])
+    pairs = [load(dpo, write_rows(tmp_path / "d.jsonl", [row]), tokenizer)[0] for row in (apart, whole)]
+    asked = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(pairs[0].prompt) == asked
+    end = tokenizer.decode(pairs[0].chosen[-1])
+    assert end in [FAMILIES[name].eos, *FAMILIES[name].stops.split()]
+    assert tokenizer.decode(pairs[0].chosen).endswith(f"It sings.{end}")
+    assert tokenizer.decode(pairs[0].rejected).endswith(f"No.{end}")
+    (read,) = load(reward_model, str(tmp_path / "d.jsonl"), tokenizer)
+    for pair in (pairs[1], read):
+        for side in ("prompt", "chosen", "rejected"):
+            assert getattr(pair, side).tolist() == getattr(pairs[0], side).tolist()
+
+
+TEXTS = dict(prompt="The film", chosen=" is good.", rejected=" is bad.")
+MESSAGES = dict(prompt=[USER], chosen=[GOOD], rejected=[BAD])
+WRONG = {  # row, which stands behind a right one: what is said of it
+    "no chosen": (dict(prompt="The film", rejected=" is bad."), "texts in all rows"),
+    "texts alone": (dict(chosen="The film is good.", rejected="The film is bad."), "texts in all rows"),
+    "a text after messages": (MESSAGES | dict(rejected="No."), "messages in all rows"),
+    "empty": (TEXTS | dict(rejected=""), "empty"),
+    "the same": (TEXTS | dict(rejected=" is good."), "the same"),
+    "space before the completion": (dict(prompt="The film ", chosen="is good.", rejected="is bad."), "space"),
+    "a margin of words": (TEXTS | dict(margin="much"), "margin"),
+    "a margin of NaN": (TEXTS | dict(margin=math.nan), "margin"),
+    "no answer": (dict(chosen=[USER, GOOD], rejected=[USER]), "before their last"),
+    "ends with the user": (dict(chosen=[USER, GOOD], rejected=[USER, USER]), "not one of the assistant"),
+    "other questions": (dict(chosen=[USER, GOOD], rejected=[says("user", "Why?"), BAD]), "before their last"),
+    "two answers": (MESSAGES | dict(chosen=[GOOD, USER, GOOD]), "one message"),
+    "no question": (dict(chosen=[GOOD], rejected=[BAD]), "not one of the user"),
+    "ShareGPT": (MESSAGES | dict(prompt=[{"from": "human", "value": "The film?"}]), "a role and a content"),
+    "an answer of parts": (MESSAGES | dict(chosen=[says("assistant", [{"text": "Yes."}])]), "not a text"),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_row_is_named(name, module, tmp_path):
+    row, said = WRONG[name]
+    is_chat = any(isinstance(x, list) for x in row.values())
+    file = write_rows(tmp_path / "d.jsonl", [MESSAGES if is_chat else TEXTS, row])
+    with pytest.raises(SystemExit, match=f"row 2 of .*{said}.*recipes/data.py"):
+        load(module, file, make_tokenizer("qwen 2.5"))
+
+
+@BOTH
+def test_pairs_that_are_cut_are_counted(module, tokenizer, tmp_path, capsys):
+    """The second has equal answers within the limit."""
+    long = dict(prompt="The film", chosen=" is" * 20 + " good.", rejected=" is" * 20 + " bad.")
+    far = dict(prompt="The film", chosen=" is" * 20 + " good.", rejected=" bad" * 20)
+    file = write_rows(tmp_path / "d.jsonl", [TEXTS, long, far])
+    settings = dict(max_prompt_length=8) if module is dpo else {}
+    pairs = load(module, file, tokenizer, max_length=12, **settings)
+    assert [len(pair) for pair in pairs[1:]] == [12]
+    assert "2 of 3 pairs differ within 12 tokens; 2 were cut" in capsys.readouterr().out
 
 
 # --- by hand
@@ -150,14 +215,16 @@ def evaluate(read, tests, policy):
     return {f"eval/{name}": x for name, x in stats.items()} | {"eval/loss": loss.item()}
 
 
-ADAPTER = dict(lora_r=2, lora_alpha=8.0, learning_rate=5e-2, loss_type="ipo", label_smoothing=0.0)
+ADAPTER = dict(lora_r=2, learning_rate=5e-2, loss_type="ipo", label_smoothing=0.0)
 
 
 @pytest.mark.parametrize("more", [{}, ADAPTER], ids=["sigmoid", "an adapter, ipo"])
-def test_dpo_by_hand(more, choices, tmp_path):
+def test_dpo_by_hand(more, choices, tmp_path, monkeypatch):
     """The evaluation of the model that is saved; in each step the log-probabilities of the reference, with or without
     precomputing them. The steps themselves are held to the short form, in test_lecture.py."""
     given = DPO | dict(model=choices.model, dataset=choices.dataset, num_sample_generations=1) | more
+    batches = []
+    watch(monkeypatch, dpo, "length_grouped_batches", lambda found, *_: batches.extend(found[0]))
     lines = run(dpo, tmp_path / "run", **given)
     after = saved(tmp_path / ("run/merged" if more else "run"))
     reference = saved(choices.model)
@@ -167,14 +234,12 @@ def test_dpo_by_hand(more, choices, tmp_path):
     pairs = cut_pairs(choices.rows)
     prompts = [len(pair[0]) for pair in pairs]
     assert len(pairs) == 27 and min(prompts) <= 4 < max(prompts)
-    lengths = [len(pair[0]) + max(map(len, pair[1:])) for pair in pairs]
     warmup = int(args.warmup_ratio * len(lines))
     for number, line in enumerate(lines):
         share = share_of_rate(args.lr_scheduler_type, number, len(lines), warmup)
         assert line["lr"] == pytest.approx(args.learning_rate * share)
         assert line["epoch"] == pytest.approx((number + 1) / 5)
-        rows = dpo.length_grouped_batch(lengths, number, 6, 1)
-        _, stats = read(reference, [pairs[i] for i in rows])  # its log-probabilities are the reference's
+        _, stats = read(reference, [pairs[i] for i in batches[number]])  # its log-probabilities are the reference's
         for side in ("chosen", "rejected"):
             ours = line[f"logps/{side}"] - line[f"rewards/{side}"] / given["beta"]
             assert ours == pytest.approx(stats[f"logps/{side}"], rel=1e-3)
@@ -200,13 +265,13 @@ def test_the_reference_is_gone_once_all_is_precomputed(tmp_path, tiny, monkeypat
         gc.collect()
         assert seen[0]() is None
 
-    watch(monkeypatch, dpo, "make_reference", lambda reference, *_: seen.append(weakref.ref(reference)))
+    watch(monkeypatch, dpo, "deepcopy", lambda reference, *_: seen.append(weakref.ref(reference)))
     watch(monkeypatch, dpo, "dpo_loss", look)
     assert run(dpo, tmp_path, precompute_ref=True, **tiny["dpo"])
 
 
 def test_without_a_reference_none_is_made(tmp_path, tiny, monkeypatch):
-    monkeypatch.setattr(dpo, "make_reference", None)
+    monkeypatch.setattr(dpo, "deepcopy", None)
     assert run(dpo, tmp_path, reference_free=True, **tiny["dpo"])
 
 
@@ -220,10 +285,15 @@ def test_dpo_learns(seed, tmp_path, clear_pairs):
     assert lines[-1]["eval/rewards/margins"] > 0.2
 
 
-def test_rows_and_batches_have_orders_of_their_own(monkeypatch):
-    """In three passes of two batches no permutation serves twice: else the batches would come in the order of rows."""
-    drawn = set()
-    monkeypatch.setattr(dpo, "shuffled", lambda n, seed, number: drawn.add(number) or list(range(n)))
-    for number in range(6):
-        dpo.length_grouped_batch([1] * 8, number, 4, seed=1)
-    assert len(drawn) == 6
+@BOTH
+def test_batches_of_similar_length_in_random_order(module):
+    """Each pass has all pairs, in an order of its own; neither rows nor batches come by length."""
+    pairs = [range(n) for n in torch.randperm(200).tolist()]
+    batches, n = module.length_grouped_batches(pairs, module.Args(batch_size=8, num_train_epochs=1.5))
+    assert n == 25 and len(batches) == 50
+    for part in (batches[:25], batches[25:]):
+        assert sorted(sum(part, [])) == list(range(200))
+        lengths = [[len(pairs[i]) for i in rows] for rows in part]
+        assert all(max(x) - min(x) == 7 for x in lengths)
+        assert lengths != sorted(lengths)
+    assert batches[:25] != batches[25:]

@@ -1,4 +1,4 @@
-"""tools/evaluate.py, and tools/chat.py: figures by hand, samples that nothing stored steers, rewards as in training."""
+"""tools/evaluate.py, and tools/chat.py: numbers by hand, rewards as in training, wrong inputs in one sentence."""
 
 import json
 import re
@@ -10,22 +10,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES, save_family
+from runs import run as train
 from runs import write_rows
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from sources import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 import evaluate  # noqa: E402
 
-import grpo  # noqa: E402
+import agent  # noqa: E402
 import ppo  # noqa: E402
 
 GOLD = "toy/gold_score.py:gold_score"
 
 
 @pytest.fixture(autouse=True)
-def at_home(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def elsewhere(tmp_path, monkeypatch):
+    """Names such as toy/sft are those of the project's folder wherever one is."""
+    monkeypatch.chdir(tmp_path)
 
 
 def run(model="toy/sft", **settings):
@@ -33,44 +36,50 @@ def run(model="toy/sft", **settings):
     return evaluate.evaluate(evaluate.Args(model, **defaults | settings))
 
 
-def copy_of(name, folder, file, **changes):
-    """A copy of a toy model with changes to one of its json files; its path."""
-    shutil.copytree(ROOT / "toy" / name, folder)
-    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
+def main(monkeypatch, *words):
+    """Runs the tool; the lines of answers.jsonl."""
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, words), "--device", "cpu", "--output-dir", "out"])
+    evaluate.main()
+    return [json.loads(line) for line in Path("out/answers.jsonl").read_text("utf-8").splitlines()]
+
+
+def other_policy(name, folder):
+    """A toy policy that is a little different; its path."""
+    policy = AutoModelForCausalLM.from_pretrained(ROOT / name)
+    with torch.no_grad():
+        policy.transformer.ln_f.weight.mul_(0.8)
+    policy.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ROOT / name).save_pretrained(folder)
     return str(folder)
 
 
-@pytest.fixture
-def other(tmp_path):
-    policy = AutoModelForCausalLM.from_pretrained("toy/sft")
-    with torch.no_grad():
-        policy.transformer.ln_f.weight.mul_(0.8)
-    policy.save_pretrained(tmp_path / "other")
-    AutoTokenizer.from_pretrained("toy/sft").save_pretrained(tmp_path / "other")
-    return str(tmp_path / "other")
+# --- Numbers by hand --------------------------------------------------------------------------------------------------
 
 
-def test_kl_by_hand(other):
-    """Against one text at a time, without padding: k1 and k3 over the response, at the temperature of the sampling."""
+def assert_kl(row, models, tokenizer, temperature):
+    """Against one text at a time, without padding: k1 and k3 over what the policy wrote, which is not in «»."""
+    parts = [tokenizer(part)["input_ids"] for part in re.split("[«»]", row["response"])]
+    written = torch.tensor([i % 2 == 0 for i, part in enumerate(parts) for _ in part])
+    response = sum(parts, [])
+    ids = torch.tensor([tokenizer(row["prompt"])["input_ids"] + response])
+    if written.sum() != row["response_length"]:
+        return False  # a sampled text may be cut otherwise when it is read again
+    logits = [model(ids).logits[0, -len(response) - 1 : -1] / temperature for model in models]
+    first, second = (x.log_softmax(1)[torch.arange(len(response)), response] for x in logits)
+    difference = (first - second)[written]
+    assert row["kl"] == pytest.approx(difference.sum().item(), abs=1e-4)
+    assert row["kl_k3"] == pytest.approx((torch.exp(-difference) - 1 + difference).sum().item(), abs=1e-4)
+    return True
+
+
+def test_kl_by_hand(tmp_path):
+    """At the temperature of the sampling."""
+    other = other_policy("toy/sft", tmp_path / "other")
     _, answers = run(other, reference="toy/sft", temperature=0.5, batch_size=4)
-    tokenizer = AutoTokenizer.from_pretrained("toy/sft")
-    models = [AutoModelForCausalLM.from_pretrained(name) for name in (other, "toy/sft")]
-    assert len(set(answers["response_length"])) > 1
-    num_read_alike = 0  # a sampled text may be cut otherwise when it is read again
-    for row in answers.to_dict("records"):
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        response = tokenizer(row["response"] + tokenizer.eos_token * int(row["eos_share"]))["input_ids"]
-        ids = torch.tensor([prompt + response])
-        logprobs = []
-        for model in models:
-            logits = model(ids).logits[0, len(prompt) - 1 : -1] / 0.5
-            logprobs.append(logits.log_softmax(1)[torch.arange(len(response)), response])
-        difference = logprobs[0] - logprobs[1]
-        if len(response) == row["response_length"]:
-            num_read_alike += 1
-            assert row["kl"] == pytest.approx(difference.sum().item(), abs=1e-4)
-            assert row["kl_k3"] == pytest.approx((torch.exp(-difference) - 1 + difference).sum().item(), abs=1e-4)
-    assert num_read_alike > 2
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    models = [AutoModelForCausalLM.from_pretrained(name) for name in (other, ROOT / "toy/sft")]
+    texts = [row | {"response": row["response"] + tokenizer.eos_token * int(row["eos_share"])} for row in answers]
+    assert sum(assert_kl(row, models, tokenizer, 0.5) for row in texts) > 2
 
 
 def test_mean_and_standard_error_are_over_prompts(tmp_path):
@@ -80,96 +89,37 @@ def test_mean_and_standard_error_are_over_prompts(tmp_path):
         "    return [None if x == 3 or x == 1 and i % 2 else float(x * 10 + i) for i, x in enumerate(n)]\n"
     )
     data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "n": n} for n in range(4)])
-    reward = f"{tmp_path}/r.py:f"
-    summary, answers = run(dataset=data, reward_fn=(reward,), num_generations=2)
-    assert answers["n"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    summary, answers = run(dataset=data, reward_fn=("r.py:f",), num_generations=2)
+    assert [row["n"] for row in answers] == [0, 0, 1, 1, 2, 2, 3, 3] and answers[3]["r.py:f"] is None
     means = torch.tensor([0.5, 12.0, 24.5])
-    assert summary.loc[reward, "mean"] == pytest.approx(means.mean().item())
-    assert summary.loc[reward, "standard error"] == pytest.approx(means.std().item() / 3**0.5)
+    assert summary.loc["r.py:f", "mean"] == pytest.approx(means.mean().item())
+    assert summary.loc["r.py:f", "standard error"] == pytest.approx(means.std().item() / 3**0.5)
     assert summary.loc["pass@2", "mean"] == 1
 
 
-def test_reward_models_read_as_in_training(tmp_path):
-    """The reward model's own stop token is read where the answer has one, even if padding and it are one token."""
-    reward_model = copy_of("reward_model", tmp_path / "rm", "tokenizer_config.json", pad_token="<|end|>")
-    config = Path(reward_model, "config.json")
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"reward_bias": 0.5}))
-    _, answers = run(reward_fn=(reward_model,), temperature=1.0, response_length=12, num_prompts=12)
-    assert set(answers["eos_share"]) == {0, 1}
-    model = AutoModelForSequenceClassification.from_pretrained("toy/reward_model")
-    tokenizer = AutoTokenizer.from_pretrained("toy/reward_model")
-    for row in answers.to_dict("records"):
-        text = row["prompt"] + row["response"] + tokenizer.eos_token * int(row["eos_share"])
-        assert row[reward_model] == pytest.approx(
-            0.5 + model(**tokenizer(text, return_tensors="pt")).logits.item(), abs=1e-4
-        )
+@pytest.mark.parametrize("num_generations", [3, 6])
+def test_a_reward_function_sees_whole_groups(num_generations, tmp_path):
+    """However many answers are sampled at once: it may compare those to a prompt."""
+    (tmp_path / "r.py").write_text("def share(n, **_):\n    return [n.count(x) for x in n]\n")
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "n": n} for n in range(5)])
+    _, answers = run(dataset=data, reward_fn=("r.py:share",), num_generations=num_generations, batch_size=4)
+    assert [row["r.py:share"] for row in answers] == [num_generations] * (5 * num_generations)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_stored_generation_settings_are_ignored(tmp_path, temperature):
-    """Each of these alone would change the samples of a plain generate()."""
-    hostile = {"do_sample": True, "temperature": 9.0, "top_k": 1, "top_p": 0.1, "repetition_penalty": 9.0}
-    hostile |= {"max_new_tokens": 2, "no_repeat_ngram_size": 1, "min_new_tokens": 16, "min_p": 0.9}
-    hostile |= {"suppress_tokens": list(range(2, 900)), "bad_words_ids": [[300]], "typical_p": 0.2}
-    model = copy_of("sft", tmp_path / "sft", "generation_config.json", **hostile)
-    first, second = (run(name, temperature=temperature)[1] for name in ("toy/sft", model))
-    assert first.equals(second) and first["response"].nunique() > 1
-
-
-def test_answers_end_where_they_did_in_training(tmp_path):
-    """At any of the tokens that a run has left in the generation config."""
-    comma, eos = AutoTokenizer.from_pretrained("toy/sft").convert_tokens_to_ids([",", "<|end|>"])
-    model = copy_of("sft", tmp_path / "sft", "generation_config.json", eos_token_id=[comma, eos])
-    Path(model, "args.json").touch()
-    _, answers = run(model, num_prompts=40, response_length=30, temperature=1.0)
-    whole = answers["response"][answers["eos_share"] == 1]
-    assert 0 < whole.str.count(",").mean() < 1 and (whole.str.count(",") == whole.str.endswith(",")).all()
-
-
-@pytest.mark.filterwarnings("ignore")  # peft speaks of what is not ours to change
-def test_answers_of_an_adapter_end_where_they_did_in_training(tmp_path):
-    """Its generation config lies beside it, and not beside the model that it belongs to."""
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained("toy/sft"), LoraConfig(r=1))  # begins as nothing
-    model.save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained("toy/sft")
-    tokenizer.save_pretrained(tmp_path)
-    settings = dict(num_prompts=40, response_length=30, temperature=1.0)
-    assert run(str(tmp_path), **settings)[1]["response"].str.contains(", ").any()
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.convert_tokens_to_ids(",")}))
-    (tmp_path / "args.json").touch()
-    answers = run(str(tmp_path), **settings)[1]
-    whole = answers["response"][answers["eos_share"] == 1]
-    assert len(whole) and whole.str.endswith(",").all() and (answers["response"].str.count(",") <= 1).all()
-
-
-def test_answers_of_another_model_end_with_the_turn(tmp_path):
-    """Though its generation config has only EOS."""
-    tokenizer = AutoTokenizer.from_pretrained("toy/sft")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|turn|>\n{% endfor %}"
-    policy = AutoModelForCausalLM.from_pretrained("toy/sft")
-    policy.tokenizer = tokenizer
-    policy.generation_config.eos_token_id = 5
-    ends = tokenizer.convert_tokens_to_ids(["<|end|>", "<|turn|>"])
-    assert set(evaluate.stop_tokens(policy)) == {5, *ends}
-    policy.name_or_path = str(tmp_path / "ema")
-    (tmp_path / "args.json").touch()  # of a run that stopped at nothing else
-    assert evaluate.stop_tokens(policy) == [5]
-
-
-def test_a_reward_may_spoil_its_rows(tmp_path):
-    """The next one is given those of the dataset, and so are the answers."""
+def test_the_columns_of_a_row_stay_as_they_are(tmp_path):
+    """Whatever a reward function does to them, and if a number has the same name."""
     (tmp_path / "r.py").write_text(
         "def spoil(facts, **_):\n    return [x.pop() for x in facts]\n\n\n"
         "def count(facts, **_):\n    return map(len, facts)\n"
     )
-    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "facts": [1, 2]}] * 3)
-    rewards = tuple(f"{tmp_path}/r.py:{name}" for name in ("spoil", "count"))
-    _, answers = run(dataset=data, reward_fn=rewards, num_generations=2)
-    assert set(answers[rewards[0]]) == {2} and set(answers[rewards[1]]) == {2}
-    assert list(map(list, answers["facts"])) == [[1, 2]] * 6
+    rows = [{"prompt": "The film", "facts": [1, 2], "response": "human", "kl": "small", "id": 2**60 + 1}] * 3
+    rewards = ("r.py:spoil", "r.py:count")
+    data = write_rows(tmp_path / "d.jsonl", rows)
+    _, answers = run(dataset=data, reference="toy/sft", reward_fn=rewards, num_generations=2)
+    for line in answers:
+        assert line["r.py:spoil"] == 2 and line["r.py:count"] == 2 and line["kl"] == 0 and line["response"] != "human"
+        own = {name.removeprefix("row/"): line[name] for name in ("prompt", "facts", "row/response", "row/kl", "id")}
+        assert own == rows[0]
 
 
 TALKER = """
@@ -184,86 +134,171 @@ class Talker:
 
 
 def test_episodes_by_hand(tmp_path):
-    """A talk of n turns, each of which earns a half; KL against one whole stream at a time."""
+    """A talk of n turns, each of which earns a half."""
     (tmp_path / "e.py").write_text(TALKER)
-    tokenizer = AutoTokenizer.from_pretrained("toy/guess/sft")
-    policy = AutoModelForCausalLM.from_pretrained("toy/guess/sft")
-    reference = AutoModelForCausalLM.from_pretrained("toy/guess/sft")
-    with torch.no_grad():
-        reference.transformer.ln_f.weight.mul_(0.8)
-    reference.save_pretrained(tmp_path / "reference")
-    tokenizer.save_pretrained(tmp_path / "reference")
-    env = f"{tmp_path}/e.py:Talker"
+    reference = other_policy("toy/guess/sft", tmp_path / "reference")
+    models = [AutoModelForCausalLM.from_pretrained(name) for name in (ROOT / "toy/guess/sft", reference)]
+    tokenizer = AutoTokenizer.from_pretrained(reference)
     data = write_rows(tmp_path / "d.jsonl", [{"prompt": "1 to 15 :", "n": n} for n in (1, 2, 3)])
-    settings = dict(env=env, dataset=data, temperature=1.0, num_generations=2, response_length=30, batch_size=4)
-    summary, answers = run("toy/guess/sft", reference=str(tmp_path / "reference"), **settings)
+    settings = dict(env="e.py:Talker", dataset=data, temperature=1.0, num_generations=2, response_length=30)
+    summary, answers = run("toy/guess/sft", reference=reference, batch_size=4, **settings)
 
-    assert answers[env].tolist() == [0.5, 0.5, 1, 1, 1.5, 1.5] and answers["turns"].tolist() == [1, 1, 2, 2, 3, 3]
-    assert summary.loc[env].tolist() == pytest.approx([1, 0.5 / 3**0.5])
+    assert [row["e.py:Talker"] for row in answers] == [0.5, 0.5, 1, 1, 1.5, 1.5]
+    assert [row["turns"] for row in answers] == [1, 1, 2, 2, 3, 3]
+    assert summary.loc["e.py:Talker"].tolist() == pytest.approx([1, 0.5 / 3**0.5])
     assert summary.loc["pass@2", "mean"] == pytest.approx(2 / 3) and summary.loc["eos_share", "mean"] == 1
-    for row in answers.to_dict("records"):
-        assert row["response"].count("«higher»") == row["turns"] - 1
-        response = [tokenizer(part)["input_ids"] for part in re.split("[«»]", row["response"])]
-        written = torch.tensor([i % 2 == 0 for i, part in enumerate(response) for _ in part])
-        assert row["response_length"] == written.sum()
-        response = sum(response, [])
-        ids = torch.tensor([tokenizer(row["prompt"])["input_ids"] + response])
-        first, second = (
-            model(ids).logits[0, -len(response) - 1 : -1].log_softmax(1)[torch.arange(len(response)), response]
-            for model in (policy, reference)
-        )
-        assert row["kl"] == pytest.approx((first - second)[written].sum().item(), abs=1e-4)
-    with pytest.raises(SystemExit, match="--reward-fn: not with --env"):
-        run("toy/guess/sft", reward_fn=(GOLD,), **settings)
-    with pytest.raises(SystemExit, match="--max-turns: only with --env"):
-        run(max_turns=2)
-    with pytest.raises(SystemExit, match="exceed the model's"):
-        run("toy/guess/sft", **settings | dict(response_length=45))
+    assert all(assert_kl(row, models, tokenizer, 1.0) for row in answers)
+
+
+# --- As in training ---------------------------------------------------------------------------------------------------
+
+QUICK = ["llama 3", "qwen 3", "gemma 3", "gpt-oss"]
+FAMILY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+NOTE = """
+def note(prompts, prompts_text, completions, completion_ids, **columns):
+    with open("notes", "a") as file:
+        print(prompts, prompts_text, completions, completion_ids, sorted(columns.items()), file=file)
+    return [len(x[0]["content"]) for x in completions]
+"""
+
+
+@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("judge", ["its own", "gemma 3"])
+def test_rewards_are_those_of_training(family, judge, tmp_path):
+    """Of the same responses, from the first update of a run, before its first step: a reward function gets the same
+    values, and the reward model reads the same tokens, or its own template of the messages."""
+    policy, own = save_family(family, tmp_path / "policy")
+    folder = own if judge == "its own" else save_family(judge, tmp_path / "judge")[1]
+    if folder is None:
+        pytest.skip("the library has no reward model of this family")
+    (tmp_path / "r.py").write_text(NOTE)
+    talk = zip(["user", "assistant", "user"], ["The film?", "It is good.", "Why?"])
+    talk = [{"role": role, "content": text} for role, text in talk]
+    rows = [{"prompt": talk[: 1 + 2 * (i % 2)], "n": i} for i in range(8)]
+    data = write_rows(tmp_path / "d.jsonl", rows)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    words = {tokenizer.decode([i]): i for i in range(300, 900)}
+    stops = tuple(word for word, i in words.items() if tokenizer.encode(word, add_special_tokens=False) == [i])
+    settings = dict(batch_size=8, total_episodes=8, num_ppo_epochs=1, learning_rate=1e-12, temperature=0.7)
+    settings |= dict(model=policy, reward_model=folder, dataset=data, stop_token=stops, response_length=4)
+    (line,) = train(ppo, "run", reward_fn=("reward_model", "r.py:note"), **settings)
+    data = write_rows(tmp_path / "e.jsonl", [rows[i] for i in ppo.shuffled(8, 1, 0)])
+    settings = dict(dataset=data, seed=ppo.make_seed(1, 1), response_length=4, num_prompts=8)
+    summary, _ = run("run", reward_fn=(folder, "r.py:note"), **settings)
+    trained, evaluated = Path("notes").read_text().splitlines()
+    assert trained == evaluated
+    assert summary.loc[folder, "mean"] == pytest.approx(line["rewards/reward_model/mean"], abs=1e-5)
+    assert 0 < summary.loc["eos_share", "mean"] == line["val/eos_share"] < 1
+
+
+def test_answers_end_where_they_did_in_training(tmp_path):
+    """At the tokens that a run has left in the generation config, also in its ema/; those of another model are all that
+    may end a text."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    comma, eos = tokenizer.convert_tokens_to_ids([",", "<|end|>"])
+    shutil.copytree(ROOT / "toy/sft", tmp_path / "run/ema")
+    (tmp_path / "run/ema/generation_config.json").write_text(json.dumps({"eos_token_id": [comma, eos]}))
+    settings = dict(num_prompts=40, response_length=30, temperature=1.0)
+    assert any("," in row["response"][:-1] for row in run("run/ema", **settings)[1])
+    (tmp_path / "run/args.json").write_text('{"seed": 1}')
+    texts = [row["response"] for row in run("run/ema", **settings)[1] if row["eos_share"]]
+    assert any(map(len, texts)) and all("," not in text[:-1] for text in texts)
 
 
 def test_a_policy_answers_what_it_was_trained_on(tmp_path, monkeypatch):
     """The settings of its run are the default; those of the command line win."""
-    data = write_rows(tmp_path / "mine.jsonl", [{"text": "I saw"}] * 3)
-    game = grpo.Args(env="toy/guess/make.py:Game", dataset="toy/guess/data/prompts", response_length=24, max_turns=5)
-    review = ppo.Args(dataset=data, prompt_column="text", response_length=8)
+    data = write_rows(tmp_path / "mine.jsonl", [{"prompt": "I saw", "n": 1}] * 3)
+    game = agent.Args(response_length=24, max_turns=5, dataset_test_split="train")
+    review = ppo.Args(dataset=data, response_length=8, dataset_test_split="train")
     for name, model, trained in (("game", "toy/guess/sft", game), ("review", "toy/sft", review)):
         shutil.copytree(ROOT / model, tmp_path / name)
-        (tmp_path / name / "args.json").write_text(json.dumps(asdict(trained) | {"dataset_test_split": "train"}))
+        (tmp_path / name / "args.json").write_text(json.dumps(asdict(trained)))
 
-    def answers(name, *words):
-        output = tmp_path / f"{name}{len(words)}"
-        command = ["evaluate.py", f"{tmp_path}/{name}", "--device", "cpu", "--output-dir", f"{output}", *words]
-        monkeypatch.setattr(sys, "argv", command)
-        evaluate.main()
-        return [json.loads(line) for line in (output / "answers.jsonl").read_text().splitlines()]
+    def answers(*words):
+        shutil.rmtree("out", ignore_errors=True)
+        return main(monkeypatch, *words)
 
     assert len(answers("game")) == 15 and max(x["turns"] for x in answers("game", "--temperature", "0")) == 5
-    assert {x["turns"] for x in answers("game", "--temperature", "0", "--max-turns", "1")} == {1}
-    assert [x["text"] for x in answers("review", "--reward-fn", GOLD)] == ["I saw"] * 3
+    assert {x["turns"] for x in answers("game", "--max-turns", "1")} == {1}
+    assert [(x["prompt"], x["n"]) for x in answers("review", "--reward-fn", GOLD)] == [("I saw", 1)] * 3
 
 
-def test_the_command_leaves_its_results(tmp_path, monkeypatch, capsys):
-    words = ["evaluate.py", "toy/sft", "--reference", "toy/sft", "--split", "validation", "--reward-fn", GOLD]
-    words += ["--num-prompts", "4", "--device", "cpu", "--output-dir", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", words)
-    evaluate.main()
-    results = json.loads((tmp_path / "out/evaluation.json").read_text())
-    lines = [json.loads(line) for line in (tmp_path / "out/answers.jsonl").read_text().splitlines()]
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_leaves_its_results(monkeypatch, capsys):
+    """From any folder. A second one does not overwrite them."""
+    words = ["toy/sft", "--reference", "toy/sft", "--reward-fn", GOLD, "toy/reward_model", "--num-prompts", "4"]
+    lines = main(monkeypatch, *words)
+    results = json.loads(Path("out/evaluation.json").read_text())
     assert results["figures"][GOLD]["mean"] == pytest.approx(sum(line[GOLD] for line in lines) / 4)
-    assert list(results["figures"]) == [GOLD, "kl", "kl_k3", "eos_share", "response_length"]
+    assert list(results["figures"]) == [GOLD, "toy/reward_model", "kl", "kl_k3", "eos_share", "response_length"]
     assert results["args"]["temperature"] == 0.7 and "gold_score" in capsys.readouterr().out
-    with pytest.raises(FileExistsError):
-        evaluate.main()
+    with pytest.raises(SystemExit, match="out exists"):
+        main(monkeypatch, *words)
+
+
+def test_a_pad_token_without_an_embedding(tmp_path):
+    """As a tokenizer has it to which somebody added one."""
+    for name in ("sft", "reward_model"):
+        shutil.copytree(ROOT / "toy" / name, name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer.add_special_tokens({"pad_token": "<pad>"})
+        tokenizer.save_pretrained(name)
+    plain = run(reference="toy/sft", reward_fn=("toy/reward_model",))[1]
+    padded = run("sft", reference="sft", reward_fn=("reward_model",))[1]
+    assert [[*row.values()] for row in padded] == [[*row.values()] for row in plain]
+
+
+WRONG = {
+    "no folder, and no such name": (
+        dict(model="nosuch/model"),
+        "nosuch/model should be a folder, or a name on the hub",
+    ),
+    "no data": (dict(dataset="nosuch/data"), "nosuch/data should be a folder, or a name on the hub"),
+    "no reward model": (dict(reward_fn=("nosuch/model",)), "nosuch/model should be a folder"),
+    "no reward function": (dict(reward_fn=("nosuch.py:f",)), "nosuch.py:f should be file.py:name"),
+    "no model in the folder": (dict(model="."), r"\. should be a folder, or a name"),
+    "no such split": (dict(split="test"), "no prompts of --split test"),
+    "another tokenizer": (dict(reference="toy/guess/sft"), "toy/guess/sft has another tokenizer than toy/sft"),
+    "too long": (dict(response_length=160), "but .*toy/sft reads 160"),
+    "another form": (dict(dataset="d.jsonl"), r"row 1 of d.jsonl.* \(recipes/data.py converts other forms\)"),
+    "two judges": (dict(env="e.py:E", reward_fn=(GOLD,)), "--reward-fn: not with --env"),
+    "turns of what": (dict(max_turns=2), "--max-turns: only with --env"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_inputs_end_in_one_sentence(what, tmp_path):
+    settings, sentence = WRONG[what]
+    write_rows(tmp_path / "d.jsonl", [{"prompt": [{"from": "human", "value": "Hi"}]}])
+    with pytest.raises(SystemExit, match=f"^error: .*{sentence}.*$"):
+        run(**settings)
+
+
+@pytest.mark.xfail(reason="ppo.load_function gives the second file the helper of the first", strict=False)
+def test_reward_files_have_their_own_neighbours(tmp_path):
+    """Though files and neighbours have the same names."""
+    for side in ("one", "two"):
+        (tmp_path / side).mkdir()
+        (tmp_path / side / "helper.py").write_text(f"VALUE = {len(side + '!' * (side == 'two'))}")
+        (tmp_path / side / "reward.py").write_text(
+            "from helper import VALUE\ndef f(prompts, **_):\n    return [VALUE] * len(prompts)\n"
+        )
+    _, answers = run(reward_fn=("one/reward.py:f", "two/reward.py:f", "one/reward.py:f"))
+    assert {(row["one/reward.py:f"], row["two/reward.py:f"]) for row in answers} == {(3, 4)}
 
 
 @pytest.mark.slow
-def test_a_talk_in_the_terminal():
-    """chat.py continues each text that it is given, and ends where the input does."""
-    command = [sys.executable, "tools/chat.py", "toy/sft", "--temperature", "0", "--response-length", "16"]
-    done = subprocess.run(command, input="The film\n\nA book by\n", capture_output=True, text=True, timeout=120)
-    tokenizer = AutoTokenizer.from_pretrained("toy/sft")
-    ids = tokenizer("A book by", return_tensors="pt")["input_ids"]
-    policy = AutoModelForCausalLM.from_pretrained("toy/sft")
-    answer = policy.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :]
-    assert done.returncode == 0 and tokenizer.decode(answer, skip_special_tokens=True).strip() in done.stdout
-    assert done.stdout.count("> ") == 4
+@pytest.mark.parametrize("model", ["toy/sft", "policy"])
+def test_a_talk_in_the_terminal(model, tmp_path):
+    """chat.py answers each text, in a conversation if there is a chat template, and ends where the input does."""
+    save_family("qwen 3", tmp_path)
+    command = [sys.executable, ROOT / "tools/chat.py", model, "--temperature", "0", "--response-length", "16"]
+    command += ["--chat-template-kwargs", '{"enable_thinking": false}'] if model == "policy" else []
+    lines = "The film\n\nA book by\n" + "why " * 600 + "\n"
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("> ") == 5 and "that is too long" in done.stdout
+    if model == "toy/sft":
+        (row,) = run(dataset=write_rows(tmp_path / "d.jsonl", [{"prompt": "A book by"}]), temperature=0)[1]
+        assert row["response"].strip() in done.stdout

@@ -15,7 +15,9 @@ def test_ppo_learns(tmp_path, seed):
     """
     sizes = dict(batch_size=32, total_episodes=32 * 4, response_length=16, learning_rate=1e-3)
     rewards = dict(reward_fn=("reward_model", GOLD), reward_weights=(1.0, 0.0))
-    lines = run("ppo", tmp_path / "run", seed=seed, dataset_test_split=None, missing_eos_penalty=0.0, **sizes, **rewards)
+    lines = run(
+        "ppo", tmp_path / "run", seed=seed, dataset_test_split=None, missing_eos_penalty=0.0, **sizes, **rewards
+    )
     assert sum(line["objective/scores"] for line in lines[-2:]) / 2 > 0.5
     assert sum(line["rewards/gold_score/mean"] for line in lines[-2:]) / 2 > 0.6
 

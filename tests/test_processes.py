@@ -55,7 +55,9 @@ RUNS = {  # name: settings of both runs, settings of the run on two processes al
     "ddpo adapter": (dict(lora_r=2, train_learning_rate=1e-2, sample_guidance_scale=2.0), HALF_THE_IMAGES),
 }  # fmt: skip
 QUICK = ["ppo 2", "ppo 3", "rloo 2", "grpo 2", "agent 0", "dpo 3", "sft 3", "reward_model 0", "ddpo"]
-CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name.split()[0] in NAMES]
+CASES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name.split()[0] in NAMES
+]
 SAVED = dict(total_episodes=24, num_ppo_epochs=1, save_steps=1, save_total_limit=9)
 
 REWARDS = """
@@ -109,7 +111,9 @@ def words_for(name, world, output, **settings):
         settings |= dict(num_sample_generations=0, adam_epsilon=1e-3)
     if name in DATA:
         settings["dataset"] = world / DATA[name]
-    return [str(world / word) if word.startswith(("reward.py:", "texts.jsonl")) else word for word in words_of(**settings)]
+    return [
+        str(world / word) if word.startswith(("reward.py:", "texts.jsonl")) else word for word in words_of(**settings)
+    ]
 
 
 def torchrun(world, *command):

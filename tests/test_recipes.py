@@ -340,10 +340,10 @@ def test_without_hub_and_copy(tmp_path, monkeypatch):
 
 # --- The page: each command, for two updates of a tiny model of its family
 
-NATIVE = {  # data sets that a command reads from the hub as they are
+NATIVE = {  # data sets that a command reads as they are
     "trl-lib/tldr": {"prompt": POST, "completion": " A cat sat."},
     "trl-internal-testing/tldr-preference-sft-trl-style": ROWS["tldr-sft"][0],
-    "Asap7772/cog_behav_all_strategies": {"query": "Make 5 of 2, 3.", "completion": " <answer>2 + 3</answer>"},
+    "data/cog": {"prompt": "Make 5 of 2, 3.", "completion": " <answer>2 + 3</answer>"},  # as data.py leaves it
     "mlabonne/smoltldr": {"prompt": "A long story.", "completion": "A story."},
 }
 SMALL = {"batch_size": 8, "micro_batch_size": 4, "local_rollout_forward_batch_size": 8, "response_length": 4}
@@ -353,9 +353,8 @@ SMALL |= {"max_length": 128, "max_prompt_length": 120}
 
 
 def small(args):
-    """Of SMALL what a script has; scripts that sample count episodes, not passes over the data."""
-    changes = {name: value for name, value in SMALL.items() if hasattr(args, name)}
-    return changes | ({"num_train_epochs": None} if "total_episodes" in changes else {})
+    """Of SMALL what a script has."""
+    return {name: value for name, value in SMALL.items() if hasattr(args, name)}
 
 
 def numbered(row, i):
@@ -422,7 +421,7 @@ def test_the_command_that_is_printed(name, chat, made, tmp_path, monkeypatch, ca
     module, args = read(shlex.split(command, comments=True)[1:], monkeypatch)
     settings = dataclasses.asdict(args) | tiny_version(args, made, tmp_path, chats) | {"dataset_test_split": "none"}
     settings.pop("output_dir")
-    assert len(run(module, tmp_path / "run", **settings)) == 2
+    assert len(run(module, tmp_path / "run", **settings)) >= 2  # each answer of a conversation is a text
 
 
 PAGE = "recipes/README.md"

@@ -34,7 +34,9 @@ def say(text):
 def start(tmp_path_factory):
     """start(script, rows or a path, template) runs a script on rows; it gives the tokens that models have read."""
     folder = tmp_path_factory.mktemp("rows")
-    (folder / "r.py").write_text("def f(completion_ids, **_):\n    return [float(sum(ids)) for ids in completion_ids]\n")
+    (folder / "r.py").write_text(
+        "def f(completion_ids, **_):\n    return [float(sum(ids)) for ids in completion_ids]\n"
+    )
 
     def call(name, rows, template=TEMPLATE, **settings):
         model = folder / f"model{hash(template)}"
@@ -64,47 +66,36 @@ def read_as(text):
 # --- Forms that are read, and how the models read them
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-ASKED = "user: The film?<|end|>\nassistant:"
-FORMS = {  # row, and texts that a model reads, in the scripts that know this form
+ASKED, OK, NO = "user: The film?<|end|>\nassistant:", " Good.<|end|>", " Bad.<|end|>"
+SO = "user: So?<|end|>\nassistant: So.<|end|>\n"
+GOOD, BAD = "The film is good.<|end|>", "The film is bad.<|end|>"
+FORMS = {  # scripts, row, texts that their models read
     "a prompt": (OF_PROMPTS, dict(prompt="The film", answer=None), ["The film"]),
-    "messages": (OF_PROMPTS, dict(prompt=talk("The film?")), [ASKED]),
-    "a conversation": (
-        OF_PROMPTS,
-        dict(prompt=talk("So?", "So.", "The film?")),
-        ["user: So?<|end|>\nassistant: So.<|end|>\n" + ASKED],
-    ),
+    "messages": (OF_PROMPTS, dict(prompt=talk("The film?"), tools=None, chat_template_kwargs=None), [ASKED]),
+    "a conversation": (OF_PROMPTS, dict(prompt=talk("So?", "So.", "The film?")), [SO + ASKED]),
     "tools and options": (
         OF_PROMPTS,
         dict(prompt=talk("The film?"), tools=TOOLS, chat_template_kwargs={"quiet": True}),
         [f"tools: {json.dumps(TOOLS)}\n{ASKED} (quiet)"],
     ),
-    "no tools": (OF_PROMPTS, dict(prompt=talk("The film?"), tools=None, chat_template_kwargs=None), [ASKED]),
-    "a text": (OF_TEXTS, dict(text="The film is good."), ["The film is good.<|end|>"]),
-    "prompt and completion": (OF_TEXTS, dict(prompt="The film", completion=" is good."), ["The film is good.<|end|>"]),
-    "messages and completion": (
-        OF_TEXTS,
-        dict(prompt=talk("The film?"), completion=say("Good.")),
-        [ASKED + " Good.<|end|>"],
-    ),
+    "a text": (OF_TEXTS, dict(text="The film is good."), [GOOD]),
+    "prompt and completion": (OF_TEXTS, dict(prompt="The film", completion=" is good."), [GOOD]),
+    "messages and completion": (OF_TEXTS, dict(prompt=talk("The film?"), completion=say("Good.")), [ASKED + OK]),
     "all answers of a conversation": (
         OF_TEXTS,
         dict(messages=talk("So?", "So.", "The film?", "Good.")),
-        ["user: So?<|end|>\nassistant: So.<|end|>", "assistant: So.<|end|>\n" + ASKED + " Good.<|end|>"],
+        [SO.strip(), SO + ASKED + OK],
     ),
-    "a pair": (
-        OF_PAIRS,
-        dict(prompt="The film", chosen=" is good.", rejected=" is bad."),
-        ["The film is good.<|end|>", "The film is bad.<|end|>"],
-    ),
+    "a pair": (OF_PAIRS, dict(prompt="The film", chosen=" is good.", rejected=" is bad."), [GOOD, BAD]),
     "a pair of messages": (
         OF_PAIRS,
         dict(prompt=talk("The film?"), chosen=say("Good."), rejected=say("Bad.")),
-        [ASKED + " Good.<|end|>", ASKED + " Bad.<|end|>"],
+        [ASKED + OK, ASKED + NO],
     ),
     "two conversations": (
         OF_PAIRS,
         dict(chosen=talk("So?", "So.", "The film?", "Good."), rejected=talk("So?", "So.", "The film?", "Bad.")),
-        ["assistant: So.<|end|>\n" + ASKED + " Good.<|end|>", "assistant: So.<|end|>\n" + ASKED + " Bad.<|end|>"],
+        [SO + ASKED + OK, SO + ASKED + NO],
     ),
 }
 CASES = [(name, form) for form, (names, *_) in FORMS.items() for name in names]
@@ -118,7 +109,7 @@ def test_a_form_that_is_read(name, form, start):
         assert is_in(read_as(text), read), text
 
 
-# --- Rows that are refused. The third of four is wrong
+# --- Rows that are refused
 
 PROMPT = dict(prompt=talk("The film?"))
 WRONG_MESSAGES = {  # in any column of messages
@@ -138,43 +129,47 @@ WRONG_MESSAGES = {  # in any column of messages
     "a conversation in a list": [talk("The film?")],
     "the answer is last": talk("The film?", "Good."),
 }
-TEXTS = dict(prompt="The film", completion=" is good.")
+TEXT = dict(prompt="The film", completion=" is good.")
 CHAT = dict(messages=talk("The film?", "Good."))
+SAID = dict(prompt=talk("A?"), completion=say("B"))
 PAIR = dict(prompt="The film", chosen=" is good.", rejected=" is bad.")
+PAIR_OF_CHATS = dict(prompt=talk("A?"), chosen=say("B"), rejected=say("C"))
 TALKS = dict(chosen=talk("The film?", "Good."), rejected=talk("The film?", "Bad."))
 SYSTEM = [{"role": "system", "content": "Be brief."}, *talk("The film?")]
-WRONG = [(OF_PROMPTS, what, PROMPT, dict(prompt=x), TEMPLATE) for what, x in WRONG_MESSAGES.items()]
-WRONG += [
-    (OF_PROMPTS, "an empty prompt", dict(prompt="The film"), dict(prompt=""), TEMPLATE),
-    (OF_PROMPTS, "a number", dict(prompt="The film"), dict(prompt=5), TEMPLATE),
-    (OF_PROMPTS, "no prompt", dict(prompt="The film"), dict(text="The film"), TEMPLATE),
-    (OF_PROMPTS, "a name that reward functions use", PROMPT, PROMPT | dict(completions="x"), TEMPLATE),
+NAMED = [talk("The film?")[0] | {"name": "Eve"}, *say("Good.")]
+WRONG = [(OF_PROMPTS, what, PROMPT, dict(prompt=x)) for what, x in WRONG_MESSAGES.items()]
+WRONG += [  # scripts, what is wrong, three good rows, the wrong row, the template if it is another
+    (OF_PROMPTS, "an empty prompt", dict(prompt="The film"), dict(prompt="")),
+    (OF_PROMPTS, "a number", dict(prompt="The film"), dict(prompt=5)),
+    (OF_PROMPTS, "no prompt", dict(prompt="The film"), dict(text="The film")),
+    (OF_PROMPTS, "a name that reward functions use", PROMPT, PROMPT | dict(completions="x")),
     (OF_PROMPTS, "the template refuses", PROMPT, dict(prompt=SYSTEM), GRUMPY),
     (OF_PROMPTS, "the template leaves out a message", PROMPT, dict(prompt=SYSTEM), DEAF),
     (OF_PROMPTS, "no chat template", dict(prompt="The film"), PROMPT, None),
-    (OF_TEXTS, "no completion", TEXTS, dict(prompt="The film"), TEMPLATE),
-    (OF_TEXTS, "an empty completion", TEXTS, TEXTS | dict(completion=""), TEMPLATE),
-    (OF_TEXTS, "an empty text", dict(text="The film"), dict(text=""), TEMPLATE),
-    (OF_TEXTS, "no answer", CHAT, dict(messages=talk("The film?")), TEMPLATE),
-    (OF_TEXTS, "no messages", CHAT, dict(messages=None), TEMPLATE),
-    (OF_TEXTS, "another key", CHAT, dict(messages=[talk("The film?")[0] | {"name": "Eve"}, *say("Good.")]), TEMPLATE),
-    (OF_TEXTS, "the user completes", dict(prompt=talk("A?"), completion=say("B")), dict(prompt=talk("A?"), completion=talk("B")), TEMPLATE),
-    (OF_TEXTS, "the completion does not begin with the space that the prompt ends with", TEXTS, dict(prompt="The film ", completion="is good."), TEMPLATE),
-    (OF_PAIRS, "no prompt", PAIR, dict(chosen=" is good.", rejected=" is bad."), TEMPLATE),
-    (OF_PAIRS, "an empty side", PAIR, PAIR | dict(rejected=""), TEMPLATE),
-    (OF_PAIRS, "a text and messages", PAIR, PAIR | dict(chosen=say("Good.")), TEMPLATE),
-    (OF_PAIRS, "no answer", TALKS, TALKS | dict(rejected=talk("The film?")), TEMPLATE),
-    (OF_PAIRS, "another beginning", TALKS, TALKS | dict(rejected=talk("The book?", "Bad.")), TEMPLATE),
-    (OF_PAIRS, "the prompt ends with an answer", dict(prompt=talk("A?"), chosen=say("B"), rejected=say("C")), dict(prompt=talk("A?", "D"), chosen=say("B"), rejected=say("C")), TEMPLATE),
-]  # fmt: skip
-CASES = [pytest.param(name, *case[2:], id=f"{name}-{case[1]}") for case in WRONG for name in case[0]]
+    (OF_TEXTS, "no completion", TEXT, dict(prompt="The film")),
+    (OF_TEXTS, "an empty completion", TEXT, TEXT | dict(completion="")),
+    (OF_TEXTS, "a space of the prompt joins the completion", TEXT, dict(prompt="The film ", completion="is good.")),
+    (OF_TEXTS, "an empty text", dict(text="The film"), dict(text="")),
+    (OF_TEXTS, "no answer", CHAT, dict(messages=talk("The film?"))),
+    (OF_TEXTS, "no messages", CHAT, dict(messages=None)),
+    (OF_TEXTS, "another key", CHAT, dict(messages=NAMED)),
+    (OF_TEXTS, "the user completes", SAID, SAID | dict(completion=talk("B"))),
+    (OF_PAIRS, "no prompt", PAIR, dict(chosen=" is good.", rejected=" is bad.")),
+    (OF_PAIRS, "an empty side", PAIR, PAIR | dict(rejected="")),
+    (OF_PAIRS, "a text and messages", PAIR, PAIR | dict(chosen=say("Good."))),
+    (OF_PAIRS, "the prompt is answered", PAIR_OF_CHATS, PAIR_OF_CHATS | dict(prompt=talk("A?", "D"))),
+    (OF_PAIRS, "no answer", TALKS, TALKS | dict(rejected=talk("The film?"))),
+    (OF_PAIRS, "another beginning", TALKS, TALKS | dict(rejected=talk("The book?", "Bad."))),
+]
+CASES = [pytest.param((name, *rows), id=f"{name}-{what}") for names, what, *rows in WRONG for name in names]
 
 
-@pytest.mark.parametrize(("name", "good", "wrong", "template"), CASES)
-def test_a_row_that_is_refused(name, good, wrong, template, start):
-    """The message names the row, and where to have it converted."""
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_that_is_refused(case, start):
+    """The third of four. The message names it, and where to have it converted."""
+    name, good, wrong, *template = case
     with pytest.raises(SystemExit, match=r"^error: (.*\b[Rr]ow 3\b.*recipes/data|the column .* in some rows)"):
-        start(name, [good, good, wrong, good], template)
+        start(name, [good, good, wrong, good], *template)
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from families import save_family
 from numbers_of_others import close, golden
-from runs import ON_PROMPTS, run, untimed, write_rows
+from runs import ON_PROMPTS, run, write_rows
 from sources import ROOT, lines_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -82,56 +82,85 @@ def train(name, folder, *rewards, **settings):
     return run(name, folder / f"run{len(list(folder.iterdir()))}", reward_fn=rewards, **sizes | settings)
 
 
-JUDGES = {  # name: settings of the tokenizer of both models; settings of the reward model's
+JUDGES = {  # name: settings of the policy's tokenizer, and of the reward model's
     "the policy's tokens": ({}, {}),
     "the padding token is EOS": (dict(pad_token="<|end|>"), dict(pad_token="<|end|>")),
     "another EOS": ({}, dict(eos_token=".")),
     "other tokens": ({}, None),
+    "another template": (None, None),
 }
+
+
+def save_models(judge, folder):
+    """The folders of a policy and a reward model."""
+    of_policy, of_judge = JUDGES[judge]
+    policy, reward = folder / "sft", folder / "reward_model"
+    for path, auto_class, settings in (
+        (policy, AutoModelForCausalLM, of_policy),
+        (reward, AutoModelForSequenceClassification, of_judge),
+    ):
+        if settings is not None:
+            model = auto_class.from_pretrained(ROOT / "toy" / path.name)
+            model.config.reward_bias = 0.7
+            model.save_pretrained(path)
+            AutoTokenizer.from_pretrained(ROOT / "toy/sft", **settings).save_pretrained(path)
+    policy = policy if of_policy is not None else save_family("phi 3.5", folder / "phi")[0]
+    return policy, reward if of_judge is not None else save_family("gemma 3", folder / "gemma")[1]
 
 
 @pytest.mark.parametrize("judge", JUDGES)
 def test_rewards_are_read_at_the_last_token(judge, tmp_path, write):
-    """By hand, row by row: of the policy's tokens; if the tokenizers differ, of the text and the judge's EOS."""
-    of_both, of_judge = JUDGES[judge]
-    folder = tmp_path / "models/reward"
-    for name, auto_class in (("sft", AutoModelForCausalLM), ("reward_model", AutoModelForSequenceClassification)):
-        model = auto_class.from_pretrained(ROOT / "toy" / name)
-        model.config.reward_bias = 0.7
-        model.save_pretrained(tmp_path / "models" / name.removesuffix("_model"))
-        AutoTokenizer.from_pretrained(ROOT / "toy/sft", **of_both).save_pretrained(tmp_path / "models/sft")
-    if of_judge is None:
-        folder = save_family("gemma 3", tmp_path / "models/other")[1]
-    else:
-        AutoTokenizer.from_pretrained(ROOT / "toy/sft", **of_judge).save_pretrained(folder)
-    models = dict(model=str(tmp_path / "models/sft"), reward_model=str(folder), micro_batch_size=3)
-    lines = train("ppo", tmp_path, "reward_model", write(NOTE, "note"), response_length=30, **models)
+    """By hand, row by row: of the policy's tokens; if the tokenizers differ, of the text and the judge's EOS; if the
+    chat templates do, of the messages and what ends them."""
+    models = save_models(judge, tmp_path / "models")
+    tokenizer, other = map(AutoTokenizer.from_pretrained, models)
+    settings = dict(model=str(models[0]), reward_model=str(models[1]), micro_batch_size=3, response_length=30)
+    stops = [tokenizer.eos_token]
+    if judge == "another template":
+        words = {tokenizer.decode([i]): i for i in range(300, 900)}  # so that a fifth of the tokens ends a response
+        stops = [word for word, i in words.items() if tokenizer(word, add_special_tokens=False)["input_ids"] == [i]]
+        talk = [
+            dict(role="user", content="So?"),
+            dict(role="assistant", content="Yes."),
+            dict(role="user", content="A?"),
+        ]
+        rows = write_rows(tmp_path / "d.jsonl", [{"prompt": talk[:1]}, {"prompt": talk}] * 4)
+        settings |= dict(dataset=rows, stop_token=("eos", *stops), response_length=4)
+    lines = train("ppo", tmp_path, "reward_model", write(NOTE, "note"), **settings)
 
-    tokenizer, other = (AutoTokenizer.from_pretrained(path) for path in (models["model"], folder))
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(models[1]).eval()
     all_ended = []
     for line, rows in zip(lines, noted(tmp_path), strict=True):
         rewards = []
         for prompt, completion, completion_ids in rows:
-            ended = completion_ids[-1] == tokenizer.eos_token_id
-            ids = tokenizer(prompt)["input_ids"] + completion_ids
-            if judge.startswith(("other", "another")):
-                ids = other(prompt + completion)["input_ids"] + [other.eos_token_id] * ended
-            states = model.base_model(torch.tensor([ids])).last_hidden_state[0, -1].detach()
-            rewards.append(model.score(states).item() + getattr(model.config, "reward_bias", 0.0))
-            all_ended.append(ended)
+            all_ended.append(tokenizer.decode(completion_ids[-1:]) in stops)
+            if judge == "another template":
+                text = completion[0]["content"]
+                whole = other.apply_chat_template([*prompt, *completion], tokenize=False).rpartition(text)[0] + text
+                ids = other(whole + "<end_of_turn>", add_special_tokens=False)["input_ids"][
+                    : None if all_ended[-1] else -1
+                ]
+            elif judge.startswith(("other", "another")):
+                ids = other(prompt + completion)["input_ids"] + [other.eos_token_id] * all_ended[-1]
+            else:
+                ids = tokenizer(prompt)["input_ids"] + completion_ids
+            with torch.no_grad():
+                states = model.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
+                rewards.append(model.score(states).item() + getattr(model.config, "reward_bias", 0.0))
         assert line["rewards/reward_model/mean"] == pytest.approx(sum(rewards) / 8, abs=1e-4)
         assert line["rewards/reward_model/std"] == pytest.approx(torch.tensor(rewards).std().item(), abs=1e-4)
     assert any(all_ended) and not all(all_ended)
 
 
 @pytest.mark.parametrize("is_chat", [False, True], ids=["texts", "messages"])
-def test_what_a_function_is_given(is_chat, tmp_path, write):
-    """Lists by keyword: the columns of its rows as they are in the file, texts without special tokens, token ids."""
+@pytest.mark.parametrize("name", REWARDED)
+def test_what_a_function_is_given(name, is_chat, tmp_path, write):
+    """Lists by keyword: its rows' columns as they are in the file, texts without special tokens, token ids; through
+    shuffling, prompts that are dropped, groups, and micro-batches. What it changes in them, it changes for itself."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path / "model")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "model")
+    for part in (AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft"), tokenizer):
+        part.save_pretrained(tmp_path / "model")
     code = f"""
     import transformers
     tokenizer = transformers.AutoTokenizer.from_pretrained({str(tmp_path / "model")!r})
@@ -141,7 +170,7 @@ def test_what_a_function_is_given(is_chat, tmp_path, write):
         assert missing == 3 and list(others) == ["answer"] and prompt == prompts
         for i, number in enumerate(n):
             text = f"The film {{number}}"
-            assert prompts[i] == ([{{"role": "user", "content": text}}] if is_chat else text)
+            assert number % 5 and prompts[i] == ([{{"role": "user", "content": text}}] if is_chat else text)
             assert prompts_text[i] == text + "<|end|>" * is_chat
             assert facts[i] == {{"n": number}} and others["answer"][i] == (None if number % 2 else "007")
             whole = tokenizer(prompts_text[i], add_special_tokens=False)["input_ids"] + completion_ids[i]
@@ -149,43 +178,20 @@ def test_what_a_function_is_given(is_chat, tmp_path, write):
             if is_chat:
                 (message,) = completions[i]
                 assert message == {{"role": "assistant", "content": whole.removeprefix(text).strip()}}
+                prompt[i].clear()
             else:
                 assert completions[i] == whole.removeprefix(text) and len(completions[i]) > 0
-        return [len(ids) for ids in completion_ids]
+            facts[i].clear()
+        return [float(len(ids)) for ids in completion_ids]
     """
-    texts = [f"The film {n}" for n in range(10)]
+    texts = [f"The film {'of a man and a woman ' * (n % 5 == 0)}{n}" for n in range(10)]
     prompts = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
     answers = ["007", None] * 5
     rows = [dict(prompt=prompts[n], n=n, facts={"n": n}, answer=answers[n]) for n in range(10)]
-    data = dict(dataset=write_rows(tmp_path / "d.jsonl", rows), model=str(tmp_path / "model"))
-    for line in train("ppo", tmp_path, write(code), **data):
-        assert line["rewards/f/mean"] == pytest.approx(line["val/response_length"])
-
-
-def test_a_function_may_change_what_it_is_given(tmp_path, write):
-    """Neither the rows of the data set nor the run's random numbers change with it."""
-    code = """
-    import torch
-
-    def f(prompts, prompt, completions, **_):
-        return [float(len(x)) for x in completions]
-
-    def g(prompts, prompt, completions, **_):
-        torch.rand(3)
-        lengths = f(prompts, prompt, completions)
-        for x in prompt:
-            x.clear()
-        prompts.clear()
-        return lengths
-    """
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    rows = [{"prompt": [{"role": "user", "content": f"The film {i}"}]} for i in range(4)]
-    data = dict(dataset=write_rows(tmp_path / "d.jsonl", rows), model=str(tmp_path / "model"))
-    f, g = (train("ppo", tmp_path, write(code, name), **data) for name in "fg")
-    assert untimed(f) == [{name.replace("/g/", "/f/"): x for name, x in line.items()} for line in untimed(g)]
+    settings = dict(dataset=write_rows(tmp_path / "d.jsonl", rows), model=str(tmp_path / "model"), max_prompt_length=9)
+    for line in train(name, tmp_path, write(code), micro_batch_size=3, total_episodes=24, **settings):
+        lengths = [x for key, x in line.items() if key in ("val/response_length", "completions/mean_length")]
+        assert line["rewards/f/mean"] == pytest.approx(lengths[0])
 
 
 SEVERAL = """
@@ -217,33 +223,7 @@ def test_several_functions_add_up_with_their_weights(name, tmp_path, write):
                 assert (line["rewards/even/mean"], line["rewards/even/std"]) == (2, 0)
 
 
-@pytest.mark.parametrize("name", REWARDED)
-def test_columns_belong_to_their_rows(name, tmp_path, write):
-    """Through shuffling, prompts that are dropped, the responses of a group, and micro-batches."""
-    prompts = [f"The film {'of a man and a woman ' * (n % 5 == 0)}{n}" for n in range(30)]
-    data = write_rows(tmp_path / "d.jsonl", [{"prompt": prompt, "n": n} for n, prompt in enumerate(prompts)])
-    code = """
-    def f(prompts, n, **_):
-        for prompt, number in zip(prompts, n, strict=True):
-            assert prompt == f"The film {number}" and number % 5
-        return n
-    """
-    settings = dict(dataset=data, max_prompt_length=9, micro_batch_size=3, response_length=6)
-    lines = train(name, tmp_path, write(code), **settings)
-    assert all(line["rewards/f/std"] > 0 for line in lines)
-
-
-def test_a_missing_stop_token_costs_a_penalty(tmp_path):
-    gold = "toy/gold_score.py:gold_score"
-    line, _ = train("ppo", tmp_path, gold, missing_eos_penalty=3.0, response_length=24)
-    assert 0 < line["val/eos_share"] < 1
-    without = line["rewards/gold_score/mean"] - 3 * (1 - line["val/eos_share"])
-    assert line["objective/scores"] == pytest.approx(without, abs=1e-5)
-    line, _ = train("ppo", tmp_path, gold, missing_eos_penalty=3.0, stop_token=("none",))
-    assert line["objective/scores"] == pytest.approx(line["rewards/gold_score/mean"])
-
-
-@pytest.mark.parametrize("name", REWARDED)
+@pytest.mark.parametrize("name", [name for name in REWARDED if name != "grpo"])
 def test_evaluations_read_likely_answers_to_test_prompts(name, tmp_path, write):
     """The first ones, at temperature .01: nearly what the library's greedy search gives."""
     settings = dict(dataset_test_split="validation", num_eval_prompts=6, eval_steps=9, response_length_min=3)

@@ -1,5 +1,6 @@
 """tools/seeds.py: what it says of paired seeds, and which runs it makes."""
 
+import subprocess
 import sys
 
 import pytest
@@ -11,12 +12,13 @@ import seeds
 PROGRAM = """
 import sys
 import wandb
-name, bonus, seed = sys.argv[0], *map(float, sys.argv[2:5:2])
+from value import VALUE
+name, bonus, seed = sys.argv[0], *map(float, ([0, 0, 0] + sys.argv)[-5:-2:2])
 if bonus < 0:
     sys.exit("no bonus below 0")
 open(name + ".made", "a").write("run ")
 for step in range(9):
-    wandb.log({"score": 10 * seed + bonus * seed + step, "time/update": seed}, step=step)
+    wandb.log({"score": 10 * seed + bonus * seed + step, "value": VALUE, "time/update": seed}, step=step)
 """
 
 
@@ -50,19 +52,6 @@ def test_what_is_shown(capsys):
     assert (seeds.end(lines, "loss"), seeds.end(lines, "eval"), seeds.end(lines[:3], "eval")) == (10, 10, None)
 
 
-@pytest.mark.parametrize("sign", [" ", "="])
-def test_a_changed_reward_is_run_again(tmp_path, sign):
-    """However its flag is written."""
-    program, reward = tmp_path / "program.py", tmp_path / "reward.py"
-    program.touch()
-    names = set()
-    for text in ("a = 1", "a = 2", "a = 2"):
-        reward.write_text(text)
-        [run] = seeds.plan(f"{program} --reward-fn{sign}{reward}:score", 1, tmp_path)
-        names.add(run.file.name)
-    assert len(names) == 2
-
-
 def test_a_run_that_is_stopped_is_not_kept(tmp_path):
     """A script that ends by itself after Ctrl-C would leave a run that looks complete."""
     program = tmp_path / "program.py"
@@ -73,31 +62,18 @@ def test_a_run_that_is_stopped_is_not_kept(tmp_path):
     assert not run.file.exists()
 
 
-def test_sides_have_modules_of_their_own(tmp_path, monkeypatch):
-    """Each script imports the module beside it, though both have one name."""
-    for side in (1, 2):
-        (tmp_path / f"{side}").mkdir()
-        (tmp_path / f"{side}/value.py").write_text(f"VALUE = {side}")
-        (tmp_path / f"{side}/program.py").write_text(
-            "import wandb\nfrom value import VALUE\nwandb.log({'x': VALUE}, step=1)"
-        )
-    sides = [f"{tmp_path}/{side}/program.py" for side in (1, 2)]
-    monkeypatch.setattr(sys, "argv", ["seeds.py", *sides, "--seeds", "2", "--output-dir", f"{tmp_path}/out"])
-    monkeypatch.setattr(seeds, "draw", lambda *_: None)
-    ends = []
-    monkeypatch.setattr(seeds, "show", ends.append)
-    seeds.main()
-    assert ends[0]["x"] == ([1, 1], [2, 2])
-
-
 def test_runs_are_made_once_until_their_program_changes(tmp_path, monkeypatch, capsys, pictures):
-    """The ends are those of the last five updates, and differ by the bonus times the seed; clocks are left out."""
-    program = tmp_path / "program.py"
+    """Or the reward that a flag names. The ends are those of the last five updates, and differ by the bonus times the
+    seed; clocks are left out. Each script imports the module beside it."""
+    program, made = tmp_path / "program.py", tmp_path / "program.py.made"
     program.write_text(PROGRAM)
-    made = tmp_path / "program.py.made"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/program.py").write_text(PROGRAM)
+    for folder, x in (("", 1), ("other", 2)):
+        (tmp_path / folder / "value.py").write_text(f"VALUE = {x}")
 
     def compare(bonus, *words):
-        sides = [f"{program} --bonus {x}" for x in (0, bonus)]
+        sides = [f"{program} --bonus 0", f"{program} --bonus {bonus}" if isinstance(bonus, int) else bonus]
         argv = ["seeds.py", *sides, "--seeds", "3", "--output-dir", f"{tmp_path}/out", *words]
         monkeypatch.setattr(sys, "argv", argv)
         seeds.main()
@@ -106,13 +82,36 @@ def test_runs_are_made_once_until_their_program_changes(tmp_path, monkeypatch, c
     count, said = compare(1)
     assert count == 6 and "time/" not in said
     assert [row for row in said.splitlines() if "score" in row and "26 ± 10" in row and "28 ± 11" in row]
-    assert compare(1)[0] == 6
-    assert compare(2)[0] == 9
-    assert len(list((tmp_path / "out").glob("*.png"))) == 2
-    with pytest.raises(SystemExit, match="no bonus below 0"):
-        compare(-1)
+    assert compare(1)[0] == 6 and compare(2)[0] == 9 and len(list((tmp_path / "out").glob("*.png"))) == 2
+    assert [row for row in compare(f"{tmp_path}/other/program.py --bonus 0")[1].splitlines() if "value" in row]
     program.write_text(PROGRAM + "\n")
     assert compare(2)[0] == 15
-    for bonus, words in (0, []), (2, ["--seeds", "1"]), (2, ["--metrics", "reward"]):
-        with pytest.raises(SystemExit):
-            compare(bonus, *words)
+    with pytest.raises(SystemExit, match="not in all runs: .'reward'."):
+        compare(2, "--metrics", "reward")
+
+
+WRONG = {
+    "no script": ("nosuch.py", [], "'nosuch.py' should begin with the path of a script"),
+    "a quote": ("program.py '", [], "No closing quotation"),
+    "no job": ("other.py", ["--jobs", "0"], "at least two seeds and one job are needed"),
+    "one seed": ("other.py", ["--seeds", "1"], "at least two seeds"),
+    "itself": ("program.py", [], "two different sides"),
+    "a seed": ("program.py --seed 3", [], "the seed and the folder of a run are set here"),
+    "what the script refuses": (
+        "program.py --bonus -1",
+        [],
+        "no bonus below 0\nerror: `program.py --bonus -1 --seed 1`",
+    ),
+    "no metrics": ("other.py", [], "It logged no metrics"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_inputs_end_at_once_in_one_sentence(what, tmp_path):
+    side, words, sentence = WRONG[what]
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "value.py").write_text("VALUE = 1")
+    (tmp_path / "other.py").write_text("print('hello')")
+    command = [sys.executable, ROOT / "tools/seeds.py", side, "program.py", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode and sentence in done.stderr and "Traceback" not in done.stderr

@@ -39,7 +39,9 @@ def test_values_out_of_range(name):
 def test_a_wrong_command_line_ends_with_code_2(name, words, monkeypatch, capsys):
     """Before anything is loaded, and it names the flag."""
     if name == "ddpo":
-        words = tuple(word.replace("--learning", "--train-learning").replace("--batch", "--train-batch") for word in words)
+        words = tuple(
+            word.replace("--learning", "--train-learning").replace("--batch", "--train-batch") for word in words
+        )
     monkeypatch.setattr(script(name), "train", lambda _: pytest.fail("it trains"))
     with pytest.raises(SystemExit) as end:
         main(name, *words)
@@ -153,7 +155,9 @@ def test_commands_of_trls_pages_are_understood(name, words, monkeypatch):
             assert str(getattr(args, flag[2:])) in (value, str(float(value)) if value[0].isdigit() else value)
 
 
-@pytest.mark.parametrize("name", [name for name in ON_PROMPTS if hasattr(script(name).Args, "per_device_train_batch_size")])
+@pytest.mark.parametrize(
+    "name", [name for name in ON_PROMPTS if hasattr(script(name).Args, "per_device_train_batch_size")]
+)
 def test_a_batch_may_be_given_as_in_trl(name, tiny, tmp_path):
     """A size per device, times accumulation, mini-batches and processes."""
     settings = tiny[name] | dict(num_mini_batches=2, per_device_train_batch_size=2, gradient_accumulation_steps=3)

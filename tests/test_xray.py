@@ -3,15 +3,14 @@
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from browser import Elements
 from safetensors.torch import save_file
+from sources import ROOT
 from transformers import AutoTokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 import xray  # noqa: E402
 
@@ -40,65 +39,46 @@ def tokenizer():
     return tokenizer
 
 
-@pytest.fixture
-def run(tmp_path, tokenizer):
-    """A run that has ended: hostile texts, numbers that are none, and tensors that no script saves."""
-    tokenizer.save_pretrained(tmp_path)
-    hostile = tokenizer.convert_tokens_to_ids(HOSTILE)
-    write_samples(
-        tmp_path,
-        1,
-        tokenizer,
-        [hostile, hostile[:1]],
-        advantages=torch.tensor([[-3.0, 2.0, torch.nan, torch.inf, 0.5, 0.123456], [1.0, 9.0, 9.0, 9.0, 9.0, 9.0]]),
-        old_logprobs=-torch.ones(2, 6),
-        alike=torch.tensor([[0.5], [-0.5]]),
-        loss_mask=torch.ones(2, 6, dtype=torch.bool),
-        scores=torch.tensor([1.0, torch.nan]),
-        **{"rewards/<i>fn</i>": torch.tensor([2.0, 3.0])},
-    )
-    write_samples(tmp_path, 7, tokenizer, [hostile[:1]], advantages=torch.ones(1, 1))
-    metrics = [{"objective/scores": float(i), "rewards/fn/mean": float(i), "objective/kl": None} for i in range(8)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    return tmp_path
-
-
 def data_of(text):
     """The data in a page."""
     return json.loads(re.search(r'runs\.set\("\w+", (.*)\)', text)[1])
 
 
-def test_what_a_model_writes_is_data(run):
-    """And the page loads nothing."""
-    page = xray.make_page(run)
+def test_the_page_of_a_run(tmp_path, tokenizer):
+    """It loads nothing. Each number of a token is a colour, cut to the mask; NaN and infinities are none, and what an
+    environment wrote has none."""
+    tokenizer.save_pretrained(tmp_path)
+    hostile = tokenizer.convert_tokens_to_ids(HOSTILE)
+    nan, inf = torch.nan, torch.inf
+    tensors = dict(
+        advantages=torch.tensor([[-3.0, 2.0, nan, inf, 0.5, 0.123456], [1.0, 9.0, 9.0, 9.0, 9.0, 9.0]]),
+        old_logprobs=-torch.ones(2, 6),
+        alike=torch.tensor([[0.5], [-0.5]]),
+        loss_mask=torch.ones(2, 6, dtype=torch.bool),
+        scores=torch.tensor([1.0, nan]),
+    )
+    write_samples(tmp_path, 1, tokenizer, [hostile, hostile[:1]], **tensors)
+    written = torch.tensor([[True, False, True]])
+    write_samples(tmp_path, 7, tokenizer, [hostile[:3]], written=written, advantages=torch.ones(1, 1))
+    metrics = [{"objective/scores": float(i), "rewards/fn/mean": float(i), "objective/kl": None} for i in range(8)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+
+    page = xray.make_page(tmp_path)
     elements = Elements(page)
     assert not re.search(r"https?:|//\w+\.|@import|url\(|fetch\(|import\(|XMLHttp|innerHTML|insertAdjacent", page)
     assert not {"src", "href", "onerror"} & elements.attributes and "default-src 'none'" in page
     assert elements.tags.count("script") == page.count("</script>") == 3 and "img" not in elements.tags
-    first, second, third = data_of(page)["samples"]
-    assert first["tokens"] == HOSTILE and second["tokens"] == third["tokens"] == HOSTILE[:1]
+    data = data_of(page)
+    first, second, third = data["samples"]
+    assert first["tokens"] == HOSTILE and second["tokens"] == HOSTILE[:1] and third["tokens"] == HOSTILE[:3]
     assert first["prompt"] == "<img src=x>" and (first["update"], third["update"]) == (1, 7)
-
-
-def test_every_number_of_a_token_is_a_colour(run):
-    """Cut to the mask; of those alike for a response, one for each token; NaN and infinities are none."""
-    data = data_of(xray.make_page(run))
     assert [x["name"] for x in data["quantities"]] == ["advantages", "old_logprobs", "alike"]
     assert [x["signed"] for x in data["quantities"]] == [True, False, True]
-    first, second, _ = data["samples"]
-    assert first["columns"]["advantages"] == [-3, 2, None, None, 0.5, 0.1235]
+    assert first["columns"]["advantages"] == [-3, 2, None, None, 0.5, 0.1235] and first["columns"]["alike"] == [0.5] * 6
     assert second["columns"] == {"advantages": [1], "old_logprobs": [-1], "alike": [-0.5]}
-    assert first["columns"]["alike"] == [0.5] * 6
-    assert list(first["scores"].items()) == [("scores", 1), ("<i>fn</i>", 2)] and second["scores"]["scores"] is None
-
-
-def test_what_the_policy_was_told_has_no_numbers(run, tokenizer):
-    """That of a run with an environment: it is grey."""
-    written = torch.tensor([[True, False, True]])
-    write_samples(run, 9, tokenizer, [[5, 6, 7]], written=written, advantages=torch.ones(1, 1))
-    *others, last = data_of(xray.make_page(run))["samples"]
-    assert last["told"] == [1] and last["columns"] == {"advantages": [1, None, 1]}
-    assert not any(sample["told"] for sample in others)
+    assert first["scores"] == {"scores": 1} and second["scores"] == {"scores": None}
+    assert third["told"] == [1] and third["columns"] == {"advantages": [1, None, 1]} and not first["told"]
+    assert [chart["title"] for chart in data["curves"]] == ["score"] and data["last"] == 8
 
 
 def test_a_run_that_goes_on_without_rewards(tmp_path, tokenizer):
@@ -121,6 +101,6 @@ def test_the_page_of_docs_has_its_data():
     page = (ROOT / "docs/xray/index.html").read_text("utf-8")
     scripts = re.findall(r"^<script>runs\.set.*\n", page, re.M)
     assert page == xray.fill_in("".join(scripts))
-    for script, text in zip(xray.SCRIPTS, scripts, strict=True):
-        data = data_of(text)
-        assert data["run"] == f"python {script}.py" and data["samples"] and data["quantities"] and data["curves"]
+    pages = {data["run"]: data for data in map(data_of, scripts)}
+    assert pages.keys() >= {f"python {script}.py" for script in xray.SCRIPTS}
+    assert all(data["samples"] and data["quantities"] and data["curves"] for data in pages.values())

@@ -128,9 +128,7 @@ def play(policy, rows, args):
     """Plays an episode from each row."""
     names = ("response_length", "temperature", "local_rollout_forward_batch_size", "bf16", "device")
     settings = {name: getattr(settings_of(args), name) for name in names}
-    settings = agent.Args(max_turns=args.max_turns, **settings)
-    settings.num_generations = 1  # nothing is compared within a group
-    return agent.play_batch(policy, [rows], settings)
+    return agent.play_batch(policy, rows, agent.Args(max_turns=args.max_turns, **settings))
 
 
 def kl_estimates(policy, reference, r, written, args):

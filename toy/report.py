@@ -19,14 +19,9 @@ def read_lines(run: Path) -> list[dict]:
 
 
 def kl_and_gold(lines: list[dict]) -> list[tuple[float, float]]:
-    """KL per response in nats, and gold score, of each update. dpo.py logs neither; grpo.py logs the KL per token."""
-    points = []
-    for line in lines:
-        if "rewards/gold_score/mean" not in line:
-            continue
-        kl = line["objective/kl"] if "objective/kl" in line else line["kl"] * line["completions/mean_length"]
-        points.append((kl, line["rewards/gold_score/mean"]))
-    return points
+    """KL per response in nats, and gold score, of each update. dpo.py logs neither."""
+    gold = "rewards/gold_score/mean"
+    return [(line["objective/kl"], line[gold]) for line in lines if gold in line]
 
 
 def smooth(points: list[tuple[float, float]], n: int = 5) -> list[tuple[float, float]]:
