@@ -641,10 +641,16 @@ def choose_sizes(args, policy, prompts):
 # === From here on, a function has the same text in all scripts that have it ==========================================
 # --- Rewards ----------------------------------------------------------------------------------------------------------
 def load_function(file, name):
-    """Imports a function of a Python file."""
+    """Imports a function of a Python file, which finds its neighbours before other modules of their names."""
     path = Path(file).resolve()
-    sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours
-    return getattr(SourceFileLoader(path.stem, str(path)).load_module(), name)
+    sys.path.insert(0, str(path.parent))
+    for neighbour in path.parent.glob("*.py"):
+        if getattr(sys.modules.get(neighbour.stem), "__file__", str(neighbour)) != str(neighbour):
+            del sys.modules[neighbour.stem]
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
@@ -666,6 +672,7 @@ def load_prompts(args, split, tokenizer):
     for row, ids in zip(rows, encode(texts, tokenizer, is_chat=holds_messages(rows, "prompt"))):
         row["input_ids"] = ids
     prompts = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
+    require(prompts or split != args.dataset_train_split, f"{args.dataset} has no prompts in its split {split}")
     unknown = [np.mean(row["input_ids"] == tokenizer.unk_token_id) > 0.5 for row in prompts]
     is_known = tokenizer.unk_token == tokenizer.eos_token or not any(unknown) or np.mean(unknown) < 0.5
     require(is_known, f"{split}: most words are unknown to the tokenizer of {args.model}: choose another --model")

@@ -42,6 +42,7 @@ Papers: DDPO 2305.13301 (sec. 4); DDIM 2010.02502 (eq. 12, 16); guidance 2207.12
       --reward-fn rewards/jpeg.py:compressibility
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -56,7 +57,6 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Annotated
 from warnings import warn
@@ -606,10 +606,16 @@ def begin(args):
 # === From here on, a function has the same text in all scripts that have it ==========================================
 # --- Rewards, rows and models
 def load_function(file, name):
-    """Imports a function of a Python file."""
+    """Imports a function of a Python file, which finds its neighbours before other modules of their names."""
     path = Path(file).resolve()
-    sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours
-    return getattr(SourceFileLoader(path.stem, str(path)).load_module(), name)
+    sys.path.insert(0, str(path.parent))
+    for neighbour in path.parent.glob("*.py"):
+        if getattr(sys.modules.get(neighbour.stem), "__file__", str(neighbour)) != str(neighbour):
+            del sys.modules[neighbour.stem]
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
 
 
 def require(condition, message):

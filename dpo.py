@@ -424,7 +424,9 @@ def load_pairs(args, split, model):
             check(len(answer) == 1, "'chosen' or 'rejected' is not one message")
             check_messages(answer, last="assistant")
             texts.append(render_answer(prompt + answer, row, tokenizer))
-            check(texts[-1].startswith(texts[0]), f"the chat template does not write {texts[0][-30:]!r} before an answer")
+            check(
+                texts[-1].startswith(texts[0]), f"the chat template does not write {texts[0][-30:]!r} before an answer"
+            )
         return texts
 
     def pair_of(columns):

@@ -143,7 +143,7 @@ class Args:
 def train(args):
     """Trains the reward model. Saves it in the run's folder, with metrics, curves and a model card."""
     start(args)
-    model = load_reward_model(args)
+    model = load_classifier(args)
     place(model, args)
 
     pairs = load_pairs(args, args.dataset_train_split, model)
@@ -314,17 +314,16 @@ def show_samples(run, model, pairs, args):
 CURVES = {"loss": "loss$", "share of pairs right": "accuracy$", "margin": "margin$"}  # panels: metrics
 
 
-def load_reward_model(args):
+def load_classifier(args):
     """Loads the model. A language model gets a new head; its first rewards have a deviation of about 1 (N+ details)."""
     set_seed(args.seed)  # all processes draw the same head and adapters
-    one_label = SimpleNamespace(
-        from_pretrained=partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
-    )
+    one_label = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
     heads = ("score.weight", "lm_head.weight", "lm_head.bias", "embed_out.weight")  # the new one, and those that go
-    model = load_model(one_label, args.model, heads)
+    model = load_model(SimpleNamespace(from_pretrained=one_label), args.model, heads)
     require(hasattr(model, "score"), f"{args.model} is not a causal language model: its classifier has no `score`")
-    if not any("SequenceClassification" in name for name in model.config.architectures or []):
+    if type(model).__name__ not in (model.config.architectures or []):
         nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
+        model.config.architectures = [type(model).__name__]
     model.config.reward_bias = getattr(model.config, "reward_bias", 0.0)  # shift_rewards may change it
     model.config.problem_type = "regression"  # otherwise pipeline("text-classification") applies a sigmoid to a reward
     if args.lora_r:

@@ -41,6 +41,7 @@ Papers: RLOO 2402.14740 (sec. 3); REINFORCE with this baseline (Kool et al. 2019
 """
 
 import ctypes
+import importlib.util
 import json
 import math
 import os
@@ -55,7 +56,6 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Annotated, Literal
 from warnings import warn
@@ -720,7 +720,6 @@ def load_models(args, needs_reference=True):
 
 def choose_sizes(args, policy, prompts, k):
     """Returns the settings with learning rate and batch sizes filled in, and prints them. k: responses to a prompt."""
-    require(prompts, f"--dataset {args.dataset} has no prompts to train on")
     longest = max(len(row["input_ids"]) for row in prompts) + args.response_length
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", longest)
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
@@ -804,10 +803,16 @@ def load_reward_fns(args):
 
 
 def load_function(file, name):
-    """Imports a function of a Python file."""
+    """Imports a function of a Python file, which finds its neighbours before other modules of their names."""
     path = Path(file).resolve()
-    sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours
-    return getattr(SourceFileLoader(path.stem, str(path)).load_module(), name)
+    sys.path.insert(0, str(path.parent))
+    for neighbour in path.parent.glob("*.py"):
+        if getattr(sys.modules.get(neighbour.stem), "__file__", str(neighbour)) != str(neighbour):
+            del sys.modules[neighbour.stem]
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
 
 
 def function_reward(function, rollout, tokenizer, args):
@@ -850,6 +855,7 @@ def load_prompts(args, split, tokenizer):
     for row, ids in zip(rows, encode(texts, tokenizer, is_chat=holds_messages(rows, "prompt"))):
         row["input_ids"] = ids
     prompts = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
+    require(prompts or split != args.dataset_train_split, f"{args.dataset} has no prompts in its split {split}")
     unknown = [np.mean(row["input_ids"] == tokenizer.unk_token_id) > 0.5 for row in prompts]
     is_known = tokenizer.unk_token == tokenizer.eos_token or not any(unknown) or np.mean(unknown) < 0.5
     require(is_known, f"{split}: most words are unknown to the tokenizer of {args.model}: choose another --model")

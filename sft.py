@@ -152,7 +152,7 @@ def train(args):
 
     limit = min(args.max_length, getattr(policy.config.get_text_config(), "max_position_embeddings", args.max_length))
     texts = load_texts(args, args.dataset_train_split, policy.tokenizer, math.inf if args.packing else limit)
-    if args.packing:
+    if args.packing and texts:
         texts = pack(texts, limit)
     require(texts, f"--dataset {args.dataset} has nothing to train on, with --max-length {limit}")
     eval_texts = load_texts(args, args.dataset_test_split, policy.tokenizer, limit)
@@ -207,9 +207,9 @@ def load_texts(args, split, tokenizer, limit):
     if not rows:
         return []
     where = f"{args.dataset}, {split}"
-    kind, *columns = next((form for form in FORMS if has_form(rows[0], *form)), FORMS[-1])
+    first_row = rows[0]
+    kind, *columns = next((form for form in FORMS if has_form(first_row, *form)), FORMS[-1])
     read = partial(read_texts, kind=kind, columns=columns, tokenizer=tokenizer, args=args)
-    unread = sorted(set(rows[0]) - {*columns, "tools", "chat_template_kwargs"})
     rows.reverse()
     found = parse((rows.pop() for _ in range(len(rows))), read, where)  # a row leaves memory when it is read
     texts = [(number, *text) for number, pairs in enumerate(found, 1) for text in pairs]
@@ -220,9 +220,9 @@ def load_texts(args, split, tokenizer, limit):
         heads = encode(prompts, tokenizer, is_chat=kind is list)
         wholes = encode([*map(str.__add__, prompts, answers)], tokenizer, is_chat=kind is list)
         for i, (number, prompt, head, ids) in enumerate(zip(numbers, prompts, heads, wholes), first):
-            begins = np.array_equal(head, ids[: len(head)])
-            message = "its tokens do not begin with those of its prompt alone: does the prompt end with a space?"
-            require(begins, f"row {number} of {where}: {message} (recipes/data.py converts other forms)")
+            has_prompt = np.array_equal(ids[: len(head)], head)
+            message = "a token of the text holds the end of its prompt: does the prompt end with a space?"
+            require(has_prompt, f"row {number} of {where}: {message} (recipes/data.py converts other forms)")
             if kind is str and ids[-1] != tokenizer.eos_token_id:
                 ids = np.append(ids, np.int32(tokenizer.eos_token_id))
             start = len(head) if prompt and args.completion_only_loss else 0
@@ -230,11 +230,13 @@ def load_texts(args, split, tokenizer, limit):
             num_cut += size < len(ids)
             texts[i] = ids[:size].copy(), np.arange(size) >= start  # in place of the text, which takes more memory
     kept = [text for text in texts if has_label(text)]
-    print(f"{split}: {len(texts)} texts, {num_cut} cut to {limit} tokens, {len(texts) - len(kept)} left without labels")
-    print(f"{split}: columns that are not read: {', '.join(unread) or 'none'}")
+    print(f"{split}: {len(kept)} of {len(texts)} texts have a label within {limit} tokens; {num_cut} were cut")
+    unread = first_row.keys() - {*columns, "tools", "chat_template_kwargs"}
+    if unread:
+        print(f"{split}: columns that are not read: {', '.join(sorted(unread))}")
     for ids, is_label in kept[:1]:
-        prompt, answer = tokenizer.decode(ids[~is_label]), tokenizer.decode(ids[is_label])
-        print(f"the first text, as the policy reads it: {prompt!r}, and its labels: {answer!r}")
+        print(f"the first one, as the policy reads it: {tokenizer.decode(ids[~is_label])!r}")
+        print(f"its labels: {tokenizer.decode(ids[is_label])!r}")
     return kept
 
 
@@ -245,13 +247,14 @@ def has_form(row, kind, *columns):
 
 def has_label(text):
     """Whether a text has a label. Nothing predicts its first token."""
-    return text[1][1:].any()
+    _, is_label = text
+    return is_label[1:].any()
 
 
 def read_texts(row, kind, columns, tokenizer, args):
     """The texts of a row as pairs of prompt and answer: one, or one for each answer of the assistant in `messages`."""
-    named = f"no {' and '.join(columns)} of the type {kind.__name__}"
-    check(has_form(row, kind, *columns), f"{named}: should be text; prompt and completion; or messages, in all rows")
+    message = "there is no `text`, or `prompt` and `completion`, or `messages`, of the same type in all rows"
+    check(has_form(row, kind, *columns), message)
     if kind is str:
         prompt = row["prompt"] if "prompt" in columns else ""
         answer = row[columns[-1]]
@@ -263,13 +266,16 @@ def read_texts(row, kind, columns, tokenizer, args):
     if "completion" in columns:
         check(len(row["completion"]) == 1, "its completion is not one message")
         answers = [len(messages) - 1]
-    check_messages(messages[: 1 + max(answers, default=len(messages))], last="assistant")
+    end = 1 + max(answers, default=len(messages))
+    check_messages(messages[:end], last="assistant")
+    if not args.completion_only_loss:
+        answers = answers[-1:]  # whose text has the tokens of all others
     texts = []
-    for i in answers if args.completion_only_loss else answers[-1:]:  # the last text has the tokens of all
+    for i in answers:
         check(i and roles[i - 1] == "user", "an answer does not follow a message of the user")
         prompt = render(messages[:i], row, tokenizer, add_generation_prompt=True)
         whole = render_answer(messages[: i + 1], row, tokenizer)
-        check(whole.startswith(prompt), f"the chat template writes something else than {prompt[-30:]!r} before an answer")
+        check(whole.startswith(prompt), f"the chat template does not write {prompt[-30:]!r} before an answer")
         texts.append((prompt, whole.removeprefix(prompt)))
     return texts
 
@@ -380,7 +386,8 @@ def show_samples(run, policy, texts, limit, args):
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
-CURVES = {"loss, nats per token": "loss$", "share of tokens right": "accuracy$", "gradient norm": "grad_norm$"}  # panels
+# Title of a panel: pattern of the metrics in it
+CURVES = {"loss, nats per token": "loss$", "share of tokens right": "accuracy$", "gradient norm": "grad_norm$"}
 
 
 def load_policy(args):
@@ -411,7 +418,7 @@ def choose_sizes(args, policy, texts):
     b = args.micro_batch_size or per_device or (16 if args.device == "cpu" else max(1, 8192 // longest))
     name, size = args.model or args.from_scratch, policy.num_parameters() / 1e6
     print(f"policy: {name}, {size:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    print(f"{num_texts / batch_size:.0f} steps, each of {batch_size} of {len(texts)} texts, {b} at a time")
+    print(f"each step: {batch_size} of {len(texts)} texts, {b} at a time")
     sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": b}
     return replace(args, per_device_train_batch_size=None, **sizes)
 

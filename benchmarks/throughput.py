@@ -412,9 +412,10 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
         ours = replace(our_side(".", args.ours, args.algorithms, Path(folder)), name="ours")
-        others = [Side(f"TRL {version}", version, make_venv(version)) for version in args.against]
         if args.baseline:
             others = [our_side(args.baseline, "", args.algorithms, Path(folder))]
+        else:
+            others = [Side(f"TRL {version}", version, make_venv(version)) for version in args.against]
         for name, algorithm, other in itertools.product(names, args.algorithms, others):
             if other.kind in VERSIONS and algorithm not in VERSIONS[other.kind].algorithms:
                 continue

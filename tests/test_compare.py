@@ -1,13 +1,12 @@
 """tools/compare.py: it counts right, and no judge can stop the run."""
 
+import asyncio
 import json
 import re
-import shutil
 import sys
-import threading
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 
+import httpx2
 import pytest
 from families import save_family
 from runs import GOLD, write_rows
@@ -19,19 +18,15 @@ compare = load("tools/compare.py", "tools_compare")
 KEY = "sk-test-0123456789abcdef"
 # What judges say, by the verdict that it is
 SAID = {
-    "A": 'A | (A) | [[A]] | {"winner": "A"} | The better response is A. | I would choose A | Response A is clearly better. '
-    "| A: it answers the question | Both are fine.\nA | A wins. | The answer is: A | **A** is the better response | "
-    "Verdict - A | I'd go with A | I prefer (A).",
-    "B": 'B |  b.\n | **B** | Answer: B. | ```json\n{"answer": "B", "why": "shorter"}\n``` | answer: b | **Answer:** B | '
-    "I prefer response B because it ends. | Text B is the better one | B. It is more to the point. | B - shorter | "
-    "Response B | <think>Answer: A? No.</think>B | B. It covers plan A: the film | **B**. In contrast to A: it ends. | "
-    "long thoughts, answer: A</think>\n\nB | (B) because it ends | My answer would be 'B'. | B because it ends",
-    None: "A is dull. B is better than A. | My first choice: A. But on reflection, answer: B | Which is better, A or B? "
-    "Answer: B |  | C | Neither. | Neither A nor B | A or B | Answer: A or B | Answer: A/B | A and B are equally good | "
-    "Bananas | A better text would be shorter. | A is not better. | A: 7/10, B: 9/10 | A: short. B: complete. The better "
-    "one is B. | A: good\nB: bad | <think>Answer: A, since | I cannot judge. | a response that is good | Answer A is good."
-    " | A film is better than no film | The better of A and B? Hard to say",
+    "A": """A | (A) | [[A]] | {"winner": "A"} | The better response is A. | I would choose A | A wins. | Verdict - A
+| A: it answers the question | Both are fine.\\nA | **A** is the better response | I prefer (A).""",
+    "B": """b. | ```json\\n{"answer": "B", "why": "shorter"}\\n``` | **Answer:** B | Text B because it ends.
+| B. It covers plan A: the film | <think>Answer: A? No.</think>B | B - shorter | (B) because it ends""",
+    None: """A is dull. B is better than A. | My first choice: A. But on reflection, answer: B | | C | Neither A nor B
+| Which is better, A or B? Answer: B | Answer: A or B | A and B are equally good | Bananas | A is not better.
+| A: 7/10, B: 9/10 | A: good\\nB: bad | <think>Answer: A, since | a response that is good | A film is better""",
 }
+SAID = [(x.replace("\\n", "\n"), letter) for letter, said in SAID.items() for x in re.split(r"\s*\|\s?", said)]
 
 
 @pytest.fixture(autouse=True)
@@ -54,24 +49,24 @@ def pair(winner=None, a="aa", b="bb", **known):
     return compare.Pair(0, "p", a, b, 3, 5, True, False, winner, **known)
 
 
-def test_wilson_interval_is_the_inverted_score_test():
-    """At its bounds the share is 1.96 standard errors away, the error taken at the bound; rounding is no exception."""
+def test_wilson_interval():
+    """Of 8 in 10, and of none in 10, as R's prop.test(correct = FALSE) has them; it stays between 0 and 1."""
+    assert compare.wilson_interval(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
+    assert compare.wilson_interval(0, 10) == pytest.approx((0, 0.2775328), abs=1e-6)
     assert compare.wilson_interval(0, 0) == (0, 1)
-    for wins, n in ((half / 2, n) for n in range(1, 60) for half in range(2 * n + 1)):
-        low, high = compare.wilson_interval(wins, n)
-        assert 0 <= low <= wins / n <= high <= 1
-        for p in (low, high):
-            assert abs(wins / n - p) == pytest.approx(1.959963985 * (p * (1 - p) / n) ** 0.5, abs=1e-7)
 
 
 def test_summary_by_hand():
     """Three wins, a tie, a loss, one not judged; A is the longer one in two of its wins. Differences of scores 1, 3, -1
     deviate by 2. Of five pairs two are agreed on, two go to the first, one to the second."""
-    pairs = [pair("a", a="aaa"), pair("a", a="aaaa"), pair("a"), pair("tie"), pair("b"), pair(None, error="late")]
-    for one, one.score_a, one.score_b in zip(pairs[2:5], (2.0, 5.0, 0.0), (1.0, 2.0, 1.0)):
-        pass
-    for one, verdicts in zip(pairs, ["AB", "BA", "AA", "BB", "AA"]):
-        one.verdicts = list(verdicts)
+    pairs = [
+        pair("a", a="aaa", verdicts=["A", "B"]),
+        pair("a", a="aaaa", verdicts=["B", "A"]),
+        pair("a", score_a=2.0, score_b=1.0, verdicts=["A", "A"]),
+        pair("tie", score_a=5.0, score_b=2.0, verdicts=["B", "B"]),
+        pair("b", score_a=0.0, score_b=1.0, verdicts=["A", "A"]),
+        pair(None, error="late"),
+    ]
     s = compare.summarize(pairs)
     assert (s["wins"], s["ties"], s["losses"], s["unjudged"], s["pairs"]) == (3, 1, 1, 1, 6)
     assert (s["win_rate"], s["win_rate_low"], s["win_rate_high"]) == (0.7, *compare.wilson_interval(3.5, 5))
@@ -96,20 +91,15 @@ def test_the_higher_reward_wins():
     assert same.winner == "tie"
 
 
-def test_two_policies(tmp_path):
-    """Against itself with a pad token that has no embedding, a policy ties: equal texts do. The folder of another
-    comparison, and a policy that plays, are refused."""
-    shutil.copytree(ROOT / "toy/sft", "padded")
-    tokenizer = AutoTokenizer.from_pretrained("padded")
-    tokenizer.add_special_tokens({"pad_token": "<pad>"})
-    tokenizer.save_pretrained("padded")
-    summary, _ = run(tmp_path / "out", other="padded", reward_fn=GOLD)
+def test_a_policy_against_itself(tmp_path):
+    """At temperature 0 all pairs are ties. The folder of another comparison, and a policy that plays, are refused."""
+    summary, _ = run(tmp_path / "out", other="toy/sft", reward_fn=GOLD)
     assert summary["ties"] == 12 and summary["score_difference"] == 0
     with pytest.raises(SystemExit, match="out exists"):
-        run(tmp_path / "out", other="padded", reward_fn=GOLD)
-    (tmp_path / "padded/args.json").write_text('{"env": "toy/guess/make.py:Game"}')
+        run(tmp_path / "out", other="toy/sft", reward_fn=GOLD)
+    (tmp_path / "args.json").write_text('{"env": "toy/guess/make.py:Game"}')
     with pytest.raises(SystemExit, match="evaluate.py"):
-        run(tmp_path / "other", other="padded", reward_fn=GOLD)
+        run(tmp_path / "other", other=str(tmp_path), reward_fn=GOLD)
 
 
 TEXT = " It is not good."
@@ -130,7 +120,7 @@ def test_a_reference_is_the_answer_alone(prompt, form, tmp_path):
     settings = dict(model=policy, dataset=write_rows(tmp_path / "d.jsonl", rows), reference_column="answer")
     _, (one, *_) = run(tmp_path / "function", reward_fn="r.py:f", **settings)
     text = TEXT if form in ("text", "with its prompt") else TEXT.strip()
-    assert one["b"] == text and one["score_b"] == len(str(TURNS[1:])) if is_chat else len(text)
+    assert one["b"] == text and one["score_b"] == len(str(TURNS[1:]) if is_chat else text)
     _, (one, *_) = run(tmp_path / "model", reward_fn=reward, **settings)
     reward, policy = (ROOT / name if name.startswith("toy") else name for name in (reward, policy))
     tokenizer, model = AutoTokenizer.from_pretrained(policy), AutoModelForSequenceClassification.from_pretrained(reward)
@@ -140,109 +130,67 @@ def test_a_reference_is_the_answer_alone(prompt, form, tmp_path):
     assert one["score_b"] == pytest.approx(model.score(states).item(), abs=1e-4) and one["ended_b"]
 
 
-WRONG = {
-    "ShareGPT": ([{"from": "gpt", "value": "It is."}], "a message has a role and a content"),
-    "another prompt": ([{"role": "user", "content": "A book"}, TURNS[1]], "has another prompt"),
-    "nothing": (None, "neither a text nor messages"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_other_references_are_refused(what, tmp_path):
-    reference, reason = WRONG[what]
-    rows = [{"prompt": "The film", "chosen": text} for text in (TEXT, reference)]
-    settings = dict(dataset=write_rows(tmp_path / "d.jsonl", rows), reward_fn=GOLD)
-    with pytest.raises(SystemExit, match=f"row 2 of .*{reason}.*recipes/data.py converts other forms"):
-        run(tmp_path / "out", reference_column="chosen", **settings)
+def test_other_references_are_refused(tmp_path):
+    wrong = {"a role and a content": [{"from": "gpt", "value": "It is."}], "neither a text nor messages": None}
+    wrong["another prompt"] = [{"role": "user", "content": "A book"}, TURNS[1]]
+    for reason, reference in wrong.items():
+        rows = [{"prompt": "The film", "chosen": text} for text in (TEXT, reference)]
+        settings = dict(dataset=write_rows(tmp_path / "d.jsonl", rows), reward_fn=GOLD, reference_column="chosen")
+        with pytest.raises(SystemExit, match=f"row 2 of .*{reason}.*recipes/data.py converts other forms"):
+            run(tmp_path / "out", **settings)
     with pytest.raises(SystemExit, match="there is no column 'rejected', only prompt, chosen"):
-        run(tmp_path / "out", reference_column="rejected", **settings)
+        run(tmp_path / "out", **settings | dict(reference_column="rejected"))
 
 
-@pytest.mark.parametrize(
-    ("answer", "letter"), [(x, letter) for letter, said in SAID.items() for x in said.split(" | ")]
-)
+@pytest.mark.parametrize(("answer", "letter"), SAID)
 def test_parse_verdict(answer, letter):
     assert compare.parse_verdict(answer) == letter
 
 
-@contextmanager
-def server(answer):
-    """A stand-in for an OpenAI-compatible API; answer(question, number of the request) -> text, (status, body) or
-    "hang". Yields its address and the list of requests: (path, headers, body)."""
-    requests = []
-    lock, closing = threading.Lock(), threading.Event()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                requests.append((self.path, dict(self.headers), body))
-                number = len(requests)
-            said = answer(body["messages"][0]["content"], number)
-            if said == "hang":
-                return closing.wait(40)
-            message = {"choices": [{"message": {"role": "assistant", "content": said}}]}
-            status, text = said if isinstance(said, tuple) else (200, json.dumps(message))
-            self.send_response(status)
-            self.end_headers()
-            with suppress(OSError):  # the client may have left
-                self.wfile.write(text.encode())
-
-        def log_message(self, *args):
-            pass
-
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    httpd.daemon_threads = True
-    threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{httpd.server_address[1]}/v1", requests
-    finally:
-        closing.set()
-        httpd.shutdown()
-        httpd.server_close()
-
-
 @pytest.fixture
 def ask(tmp_path, monkeypatch):
-    """ask(a_texts, b_texts, url): the two sides say this, and nothing is sampled."""
+    """ask(a_texts, b_texts, judge): the two sides say this. judge(question, number of the request) -> text, (status,
+    body) or "hang" stands for an OpenAI-compatible API. `ask.requests` are those that it got."""
 
-    def use(a, b, url, **settings):
+    def use(a, b, judge, **settings):
         texts = iter((a, b))
-        answer = lambda policy, rows, *_: [
-            compare.Answer(row["prompt"], x, 1, True) for row, x in zip(rows, next(texts))
-        ]
-        monkeypatch.setattr(compare, "answer_all", answer)
-        settings = dict(judge_model="judge-1", judge_retries=0, judge_timeout=30.0) | settings
-        return run(tmp_path / "out", other="toy/sft", judge_url=url, num_prompts=len(a), **settings)
 
+        def answer_all(policy, rows, *_):
+            return [compare.Answer(row["prompt"], text, 1, True) for row, text in zip(rows, next(texts))]
+
+        async def reply(request):
+            use.requests.append(request)
+            said = judge(question_of(request), len(use.requests))
+            if said == "hang":
+                await asyncio.sleep(40)
+            message = {"choices": [{"message": {"role": "assistant", "content": said}}]}
+            status, text = said if isinstance(said, tuple) else (200, json.dumps(message))
+            return httpx2.Response(status, text=text)
+
+        client = partial(httpx2.AsyncClient, transport=httpx2.MockTransport(reply))
+        monkeypatch.setattr(compare, "answer_all", answer_all)
+        monkeypatch.setattr(compare.httpx2, "AsyncClient", client)
+        settings = (
+            dict(judge_model="judge-1", judge_retries=0, judge_url="http://judge/v1", num_prompts=len(a)) | settings
+        )
+        return run(tmp_path / "out", other="toy/sft", **settings)
+
+    use.requests = []
     return use
 
 
-def prefers_good(question, number):
-    """A judge that looks for a word in the two answers of the default template."""
-    first, second = shown(question)
-    return "Answer: A." if "good" in first else "Answer: B." if "good" in second else "Neither."
+def question_of(request):
+    return json.loads(request.content)["messages"][0]["content"]
 
 
 def shown(question):
+    """The two answers in the default template."""
     return re.search(r"--- Response A\n(.*?)\n\n--- Response B\n(.*?)\n\n--- End", question, re.S).groups()
 
 
-def test_a_judge_with_a_taste(ask):
-    """Whoever is good wins, from either place; each pair is asked in both orders, at temperature 0."""
-    good, bad = ["a good film", "a good book", "dull", "dull"], ["bad", "worse", "one good thing", "good enough"]
-    with server(prefers_good) as (url, requests):
-        summary, pairs = ask([*good, "same"], [*bad, "same "], url)  # nobody is asked about the last
-    assert [p["winner"] for p in pairs] == ["a", "a", "b", "b", "tie"] and summary["win_rate"] == 0.5
-    assert [p["verdicts"] for p in pairs[:4]] == [["A", "B"], ["A", "B"], ["B", "A"], ["B", "A"]]
-    assert {path for path, *_ in requests} == {"/v1/chat/completions"} and len(requests) == 8
-    assert all(body["temperature"] == 0 and "Authorization" not in headers for _, headers, body in requests)
-    places = {places for both in zip(good, bad) for places in (both, both[::-1])}
-    assert {shown(body["messages"][0]["content"]) for *_, body in requests} == places
-
-
-def test_a_judge_with_gaps_does_not_stop_the_run(ask):
-    """Of the pairs some end in an error, in silence, in chatter, in replies of another form; two are judged."""
+def test_a_judge_with_a_taste_and_gaps(ask):
+    """Whoever is good wins, from either place; each pair is asked in both orders, at temperature 0. Of the last pairs
+    some end in an error, in silence, in chatter, in replies of another form."""
     replies = {
         "five": ((500, "out of memory"), "HTTP 500: out of memory"),
         "hang": ("hang", "TimeoutError"),
@@ -251,24 +199,29 @@ def test_a_judge_with_gaps_does_not_stop_the_run(ask):
         "deep": ((200, "[" * 100_000), "RecursionError"),
     }
 
-    def answer(question, number):
-        found = [reply for word, (reply, _) in replies.items() if word in shown(question)]
-        return found[0] if found else prefers_good(question, number)
+    def judge(question, number):
+        first, second = shown(question)
+        said = "Answer: A." if "good" in first else "Answer: B." if "good" in second else "Neither."
+        return replies.get(first, replies.get(second, [said]))[0]
 
-    with server(answer) as (url, _):
-        summary, pairs = ask(["good", *replies, "bad"], [*"------", "good"], url, judge_timeout=3.0)
-    assert [p["winner"] for p in pairs] == ["a", *[None] * 5, "b"] and summary["unjudged"] == 5
-    assert all(reason in p["error"] for p, (_, reason) in zip(pairs[1:], replies.values()))
+    a, b = ["a good film", "dull", "same"], ["bad", "one good thing", "same "]  # nobody is asked about the last
+    summary, pairs = ask([*a, *replies], [*b, *"-----"], judge, judge_timeout=1.0)
+    assert [p["winner"] for p in pairs] == ["a", "b", "tie", *[None] * 5] and summary["unjudged"] == 5
+    assert [p["verdicts"] for p in pairs[:3]] == [["A", "B"], ["B", "A"], []] and summary["win_rate"] == 0.5
+    assert all(reason in p["error"] for p, (_, reason) in zip(pairs[3:], replies.values()))
+    assert {str(request.url) for request in ask.requests} == {"http://judge/v1/chat/completions"}
+    assert all(json.loads(request.content)["temperature"] == 0 for request in ask.requests)
+    places = {places for both in zip(a[:2], b) for places in (both, both[::-1])}
+    assert {shown(question_of(request)) for request in ask.requests} >= places
 
 
 def test_the_key_is_sent_and_kept_nowhere(ask, monkeypatch, capfd, tmp_path):
     """Not even where the server repeats it, in an error or an answer, in full or at the end of a long one."""
     replies = [f"I got {KEY}, no letter", (500, "x" * 175 + f"wrong key {KEY}"), (401, f"bad key {KEY}"), "A"]
     monkeypatch.setattr(compare, "KEY", KEY)
-    with server(lambda question, number: replies[number % 4]) as (url, requests):
-        with pytest.raises(SystemExit, match=r"wrong key \*\*\*"):
-            ask(["good"] * 4, ["bad"] * 4, url, judge_concurrency=1)
-    assert {headers["Authorization"] for _, headers, _ in requests} == {f"Bearer {KEY}"}
+    with pytest.raises(SystemExit, match=r"wrong key \*\*\*"):
+        ask(["good"] * 4, ["bad"] * 4, lambda question, number: replies[number % 4], judge_concurrency=1)
+    assert {request.headers["Authorization"] for request in ask.requests} == {f"Bearer {KEY}"}
     written = "".join(path.read_text() for path in (tmp_path / "out").iterdir())
     assert "bad key ***" in written and "I got ***" in written
     assert KEY[:10] not in written + "".join(capfd.readouterr())

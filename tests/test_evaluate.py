@@ -53,9 +53,6 @@ def other_policy(name, folder):
     return str(folder)
 
 
-# --- Numbers by hand --------------------------------------------------------------------------------------------------
-
-
 def assert_kl(row, models, tokenizer, temperature):
     """Against one text at a time, without padding: k1 and k3 over what the policy wrote, which is not in «»."""
     parts = [tokenizer(part)["input_ids"] for part in re.split("[«»]", row["response"])]
@@ -82,42 +79,32 @@ def test_kl_by_hand(tmp_path):
     assert sum(assert_kl(row, models, tokenizer, 0.5) for row in texts) > 2
 
 
-def test_mean_and_standard_error_are_over_prompts(tmp_path):
-    """Of the answers to a prompt the mean counts, but for those of which a reward says nothing."""
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_means_and_groups(batch_size, tmp_path):
+    """A reward function sees all answers to a prompt at once, however many are sampled at once. Their mean counts, but
+    for those of which it says nothing (of n = 1 the second, of n = 3 both); the standard error is over prompts."""
     (tmp_path / "r.py").write_text(
-        "def f(prompts, completions, n, **_):\n"
-        "    return [None if x == 3 or x == 1 and i % 2 else float(x * 10 + i) for i, x in enumerate(n)]\n"
+        "def f(n, **_):\n"
+        "    places = [n[:i].count(x) for i, x in enumerate(n)]\n"
+        "    return [None if x == 3 or x == 1 and i else x * 10 + i for x, i in zip(n, places)]\n"
     )
     data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "n": n} for n in range(4)])
-    summary, answers = run(dataset=data, reward_fn=("r.py:f",), num_generations=2)
-    assert [row["n"] for row in answers] == [0, 0, 1, 1, 2, 2, 3, 3] and answers[3]["r.py:f"] is None
-    means = torch.tensor([0.5, 12.0, 24.5])
-    assert summary.loc["r.py:f", "mean"] == pytest.approx(means.mean().item())
-    assert summary.loc["r.py:f", "standard error"] == pytest.approx(means.std().item() / 3**0.5)
+    summary, answers = run(dataset=data, reward_fn=("r.py:f",), num_generations=2, batch_size=batch_size)
+    assert [(row["n"], row["r.py:f"]) for row in answers[:5]] == [(0, 0), (0, 1), (1, 10), (1, None), (2, 20)]
+    means = torch.tensor([0.5, 10.0, 20.5])
+    assert summary.loc["r.py:f"].tolist() == pytest.approx([means.mean().item(), means.std().item() / 3**0.5])
     assert summary.loc["pass@2", "mean"] == 1
-
-
-@pytest.mark.parametrize("num_generations", [3, 6])
-def test_a_reward_function_sees_whole_groups(num_generations, tmp_path):
-    """However many answers are sampled at once: it may compare those to a prompt."""
-    (tmp_path / "r.py").write_text("def share(n, **_):\n    return [n.count(x) for x in n]\n")
-    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "n": n} for n in range(5)])
-    _, answers = run(dataset=data, reward_fn=("r.py:share",), num_generations=num_generations, batch_size=4)
-    assert [row["r.py:share"] for row in answers] == [num_generations] * (5 * num_generations)
 
 
 def test_the_columns_of_a_row_stay_as_they_are(tmp_path):
     """Whatever a reward function does to them, and if a number has the same name."""
-    (tmp_path / "r.py").write_text(
-        "def spoil(facts, **_):\n    return [x.pop() for x in facts]\n\n\n"
-        "def count(facts, **_):\n    return map(len, facts)\n"
-    )
+    (tmp_path / "r.py").write_text("def spoil(facts, **_):\n    return [x.pop() + len(x) for x in facts]\n")
+    (tmp_path / "s.py").write_text("def count(facts, **_):\n    return map(len, facts)\n")
     rows = [{"prompt": "The film", "facts": [1, 2], "response": "human", "kl": "small", "id": 2**60 + 1}] * 3
-    rewards = ("r.py:spoil", "r.py:count")
-    data = write_rows(tmp_path / "d.jsonl", rows)
-    _, answers = run(dataset=data, reference="toy/sft", reward_fn=rewards, num_generations=2)
+    settings = dict(reference="toy/sft", reward_fn=("r.py:spoil", "s.py:count"), num_generations=2)
+    _, answers = run(dataset=write_rows(tmp_path / "d.jsonl", rows), **settings)
     for line in answers:
-        assert line["r.py:spoil"] == 2 and line["r.py:count"] == 2 and line["kl"] == 0 and line["response"] != "human"
+        assert (line["r.py:spoil"], line["s.py:count"], line["kl"]) == (3, 2, 0) and line["response"] != "human"
         own = {name.removeprefix("row/"): line[name] for name in ("prompt", "facts", "row/response", "row/kl", "id")}
         assert own == rows[0]
 
@@ -150,8 +137,6 @@ def test_episodes_by_hand(tmp_path):
     assert all(assert_kl(row, models, tokenizer, 1.0) for row in answers)
 
 
-# --- As in training ---------------------------------------------------------------------------------------------------
-
 QUICK = ["llama 3", "qwen 3", "gemma 3", "gpt-oss"]
 FAMILY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 NOTE = """
@@ -166,7 +151,8 @@ def note(prompts, prompts_text, completions, completion_ids, **columns):
 @pytest.mark.parametrize("judge", ["its own", "gemma 3"])
 def test_rewards_are_those_of_training(family, judge, tmp_path):
     """Of the same responses, from the first update of a run, before its first step: a reward function gets the same
-    values, and the reward model reads the same tokens, or its own template of the messages."""
+    values, and the reward model reads the same tokens, or its own template of the messages. The answers end at any of
+    the tokens that ended them in training."""
     policy, own = save_family(family, tmp_path / "policy")
     folder = own if judge == "its own" else save_family(judge, tmp_path / "judge")[1]
     if folder is None:
@@ -191,20 +177,6 @@ def test_rewards_are_those_of_training(family, judge, tmp_path):
     assert 0 < summary.loc["eos_share", "mean"] == line["val/eos_share"] < 1
 
 
-def test_answers_end_where_they_did_in_training(tmp_path):
-    """At the tokens that a run has left in the generation config, also in its ema/; those of another model are all that
-    may end a text."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    comma, eos = tokenizer.convert_tokens_to_ids([",", "<|end|>"])
-    shutil.copytree(ROOT / "toy/sft", tmp_path / "run/ema")
-    (tmp_path / "run/ema/generation_config.json").write_text(json.dumps({"eos_token_id": [comma, eos]}))
-    settings = dict(num_prompts=40, response_length=30, temperature=1.0)
-    assert any("," in row["response"][:-1] for row in run("run/ema", **settings)[1])
-    (tmp_path / "run/args.json").write_text('{"seed": 1}')
-    texts = [row["response"] for row in run("run/ema", **settings)[1] if row["eos_share"]]
-    assert any(map(len, texts)) and all("," not in text[:-1] for text in texts)
-
-
 def test_a_policy_answers_what_it_was_trained_on(tmp_path, monkeypatch):
     """The settings of its run are the default; those of the command line win."""
     data = write_rows(tmp_path / "mine.jsonl", [{"prompt": "I saw", "n": 1}] * 3)
@@ -221,9 +193,6 @@ def test_a_policy_answers_what_it_was_trained_on(tmp_path, monkeypatch):
     assert len(answers("game")) == 15 and max(x["turns"] for x in answers("game", "--temperature", "0")) == 5
     assert {x["turns"] for x in answers("game", "--max-turns", "1")} == {1}
     assert [(x["prompt"], x["n"]) for x in answers("review", "--reward-fn", GOLD)] == [("I saw", 1)] * 3
-
-
-# --- The command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_leaves_its_results(monkeypatch, capsys):

@@ -40,7 +40,7 @@ def train(folder, tiny, name="ppo", **settings):
     settings = tiny[name] | dict(batch_size=4, total_episodes=4, response_length=8) | settings
     if name not in ON_PROMPTS:
         settings = {k: x for k, x in settings.items() if k not in ("total_episodes", "response_length")}
-        settings |= dict(num_train_epochs=0.3)
+        settings |= dict(num_train_epochs=0.3) | (dict(max_prompt_length=20) if name == "dpo" else {})
     return run(name, folder / f"run{len(list(folder.iterdir()))}", **settings)
 
 

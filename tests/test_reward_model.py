@@ -22,7 +22,7 @@ import reward_model
 
 def test_reward_head_begins_with_the_deviation_of_the_n_details():
     """1 / sqrt(80 + 1) in the toy model, which has no head yet; each seed has a head of its own."""
-    heads = [reward_model.load_reward_model(reward_model.Args(seed=seed)).score.weight for seed in range(20)]
+    heads = [reward_model.load_classifier(reward_model.Args(seed=seed)).score.weight for seed in range(20)]
     assert torch.cat(heads).std().item() == pytest.approx(1 / 9, rel=0.06)
     assert not torch.equal(heads[0], heads[1])
 
@@ -148,7 +148,7 @@ def test_reward_model_by_hand(preferences, tmp_path, monkeypatch):
     settings |= dict(dataset=preferences.folder, num_sample_generations=1)
     sizes = note_sizes(monkeypatch)
     heads, drawn, batches = [], [], []  # the head that the run began with; of each step who lost an EOS, and its rows
-    watch(monkeypatch, reward_model, "load_reward_model", lambda x, _: heads.append(x.score.weight.detach().clone()))
+    watch(monkeypatch, reward_model, "load_classifier", lambda x, _: heads.append(x.score.weight.detach().clone()))
     watch(monkeypatch, reward_model, "drop_eos", lambda *given: drawn.append(cut_off(*given)))
     watch(monkeypatch, reward_model, "length_grouped_batches", lambda found, *_: batches.extend(found[0]))
     lines = run(reward_model, tmp_path / "run", **settings)
@@ -201,6 +201,7 @@ def test_rewards_are_centred_without_a_bias_to_move(kind, more, preferences, tmp
     agree(evaluated(lines[-1]), evaluation(preferences.tests)(after))
     assert torch.cat(rewards(after, preferences.rows)).mean().item() == pytest.approx(0, abs=1e-4)
     assert abs(after.config.reward_bias) > 0.01
+    assert after.config.architectures == [type(after).__name__]  # or further training would draw a new head
     saved = json.loads((tmp_path / "run/args.json").read_text())
     saved.pop("code")
     reward_model.train(reward_model.Args(**saved | {"resume": str(tmp_path / "run")}))  # nothing is left to do

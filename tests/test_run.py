@@ -155,7 +155,7 @@ def test_a_finished_run_becomes_a_longer_one(name, whole, tmp_path):
     main(name, "--resume", copy, *words)
     assert untimed(lines_of(copy))[: len(before)] == before and len(lines_of(copy)) > len(before)
     old, new = (json.loads((folder / "args.json").read_text()) for folder in (whole(name), copy))
-    assert {key for key in old if old[key] != new[key]} <= {"resume", words[0][2:].replace("-", "_")}
+    assert {key for key in old if old[key] != new[key]} <= {"code", "resume", words[0][2:].replace("-", "_")}
 
 
 # --- Signals and checkpoints
@@ -217,7 +217,7 @@ def test_a_complete_run_without_checkpoints_is_not_begun_again(tiny, tmp_path):
     with pytest.raises(SystemExit, match="^error: .*complete.*save-total-limit"):
         main(NAMES[0], "--resume", tmp_path / "run")
     assert before == {file: file.read_bytes() for file in before}
-    with pytest.raises(FileExistsError):
+    with pytest.raises(SystemExit, match="exists"):
         main(NAMES[0], *words_of(**tiny[NAMES[0]]), "--output-dir", tmp_path / "run")
 
 

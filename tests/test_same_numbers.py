@@ -1,11 +1,10 @@
 """What must not change a number does not: how a batch is cut, what padding holds, recomputation, evaluation."""
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from runs import NAMES, assert_close_runs, assert_same_run, lines_of, run, script, untimed
+from runs import NAMES, ON_PROMPTS, assert_close_runs, assert_same_run, lines_of, run, script, untimed
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -57,29 +56,28 @@ def test_a_batch_may_be_cut_anyhow_and_recomputed(name, whole, settings_of, tmp_
     if hasattr(script(name).Args, "local_rollout_forward_batch_size"):
         settings["local_rollout_forward_batch_size"] = 5
     size = kept(name, tmp_path / "run", **settings)
-    assert_close_runs(tmp_path / "run", whole(name)[0], edge=0.02)
+    assert_close_runs(tmp_path / "run", whole(name)[0], edge=0.02, weights=2e-6 if name in ON_PROMPTS else 2e-4)
     assert size < 0.8 * whole(name)[1]
 
 
 @pytest.mark.parametrize("name", ON_TOKENS)
 def test_padding_may_hold_any_token(name, settings_of, tmp_path):
-    """Runs with other padding tokens are the same, bit for bit: nothing that padding holds reaches a number."""
+    """Runs with another padding token, EOS, are the same, bit for bit: nothing that padding holds reaches a number."""
     settings = settings_of(name)
-    is_scored = "reward_model" in settings.get("reward_fn", ()) or name == "rloo"
-    model = settings.get("model") or (script(name).Args().model or ROOT / "toy/base")
-    for number, token in enumerate((None, 7)):
-        folder = tmp_path / str(number)
+    sources = {"model": script(name).Args().model or ROOT / "toy/sft", "reward_model": ROOT / "toy/reward_model"}
+    for run_name in ("a", "b"):
         for role, auto_class in (("model", AutoModelForCausalLM), ("reward_model", AutoModelForSequenceClassification)):
-            source = Path(model) if role == "model" else ROOT / "toy/reward_model"
-            tokenizer = AutoTokenizer.from_pretrained(source)
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token) if token else tokenizer.pad_token
-            tokenizer.save_pretrained(folder / role)
-            config = {} if token is None else {"pad_token_id": token}
-            auto_class.from_pretrained(source, **config).save_pretrained(folder / role)
-            if role == "model" or is_scored:
-                settings[role] = str(folder / role)
-        run(name, tmp_path / f"run{number}", **settings)
-    assert_same_run(tmp_path / "run0", tmp_path / "run1")
+            if role not in vars(script(name).Args()):
+                continue
+            tokenizer = AutoTokenizer.from_pretrained(sources[role])
+            model = auto_class.from_pretrained(sources[role])
+            if run_name == "b":
+                tokenizer.pad_token, model.config.pad_token_id = tokenizer.eos_token, tokenizer.eos_token_id
+            settings[role] = str(tmp_path / "models" / run_name / role)
+            for part in (tokenizer, model):
+                part.save_pretrained(settings[role])
+        run(name, tmp_path / run_name, **settings)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -87,10 +85,11 @@ def test_evaluations_and_tables_do_not_touch_the_training(name, settings_of, tmp
     """After the second step, and after the last in any case."""
     settings = settings_of(name)
     known = vars(script(name).Args())
-    looks = dict(dataset_test_split="validation", eval_steps=2, num_eval_prompts=3, num_sample_generations=9)
+    looks = dict(dataset_test_split="train" if name == "agent" else "validation", eval_steps=2, num_eval_prompts=3, num_sample_generations=9)
     run(name, tmp_path / "a", **settings)
     b = run(name, tmp_path / "b", **settings | {key: x for key, x in looks.items() if key in known})
-    evaluated = [any(key.startswith("eval/") for key in line) for line in b]
-    assert evaluated[:3] == [False, True, True] or "eval_steps" not in known
+    if "eval_steps" in known:
+        evaluated = [any(key.startswith("eval/") for key in line) for line in b]
+        assert evaluated == [(i + 1) % 2 == 0 or i + 1 == len(b) for i in range(len(b))]
     b = [{key: x for key, x in line.items() if not key.startswith("eval/")} for line in b]
     assert untimed(lines_of(tmp_path / "a")) == untimed(b)

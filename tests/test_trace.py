@@ -80,14 +80,9 @@ def test_each_line_and_what_it_made(tmp_path):
 @pytest.mark.parametrize(
     "old, new, found",
     [
-        ("+= 10", "+= 11", "in add: x[:, t] += 11 * x[:, t + 1]\n  x[0, 1] is 35, and was 32"),  # rewritten
-        ("x.clone()\n", "x.clone()\n    x[0, 0] = 5\n", "in add: x[0, 0] = 5\n  x[0, 0] is 5, and was 1"),  # one more
-        (
-            "        x[:, t] += 10 * x[:, t + 1]\n",
-            "        pass\n",
-            "return x\n  returned[0, 0] is 1, and was 321",
-        ),  # gone
-        ("</script>", "<script>", "words is '<script><b>', and was '</script><b>'"),
+        ("+= 10", "+= 11", "x[:, t] += 11 * x[:, t + 1]\n  x[0, 1] is 35, and was 32"),  # rewritten
+        ("x.clone()\n", "x.clone()\n    x[0, 0] = 5\n", "x[0, 0] = 5\n  x[0, 0] is 5, and was 1"),  # one more
+        ("    x[:, t] += 10 * x[:, t + 1]", "    pass", "return x\n  returned[0, 0] is 1, and was 321"),  # gone
     ],
 )
 def test_the_first_difference(old, new, found, tmp_path):

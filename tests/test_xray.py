@@ -17,16 +17,13 @@ import xray  # noqa: E402
 HOSTILE = ["</script>", "<script>document.title='broken'</script>", "<!--", "&lt;", "\n", "\x1b"]
 
 
-def write_samples(run, step, tokenizer, responses, prompt="<img src=x>", **tensors):
+def write_samples(run, step, tokenizer, responses, **tensors):
     """A file of samples of a run: one prompt, and responses as lists of tokens."""
     ids = tokenizer.pad({"input_ids": responses}, padding_side="right", return_tensors="pt")
-    prompts = torch.tensor([[0, *tokenizer(prompt)["input_ids"]]] * len(responses))
-    tensors |= {
-        "prompts": prompts,
-        "prompt_mask": torch.arange(prompts.shape[1]).expand_as(prompts) > 0,
-        "responses": ids["input_ids"],
-        "mask": ids["attention_mask"].bool(),
-    }
+    prompts = torch.tensor([[0, *tokenizer("<img src=x>")["input_ids"]]] * len(responses))
+    prompt_mask = torch.arange(prompts.shape[1]).expand_as(prompts) > 0
+    tensors |= dict(prompts=prompts, prompt_mask=prompt_mask)
+    tensors |= dict(responses=ids["input_ids"], mask=ids["attention_mask"].bool())
     (run / "samples").mkdir(exist_ok=True)
     save_file({name: x.contiguous() for name, x in tensors.items()}, run / f"samples/step-{step:08d}.safetensors")
 
@@ -87,13 +84,13 @@ def test_a_run_that_goes_on_without_rewards(tmp_path, tokenizer):
     (tmp_path / "metrics.jsonl").write_text("")
     ids = tokenizer(" A film.")["input_ids"]
     logprobs = torch.full((1, len(ids)), -1.0)
-    write_samples(tmp_path, 3, tokenizer, [ids], prompt="It", logprobs=logprobs)
-    data = data_of(xray.make_page(tmp_path))
-    assert "".join(data["samples"][0]["tokens"]) == " A film." and data["samples"][0]["prompt"] == "It"
-    assert data["samples"][0]["scores"] == {} and not data["is_trained_by_reward"] and data["last"] == 3
-    write_samples(tmp_path, 3, tokenizer, [ids], logprobs=logprobs, ref_logprobs=logprobs * 3)
-    data = data_of(xray.make_page(tmp_path))
-    assert data["samples"][0]["columns"]["log_ratio"] == [2.0] * len(ids) and data["is_trained_by_reward"]
+    for tensors, is_trained in ({}, False), (dict(ref_logprobs=logprobs * 3), True):
+        write_samples(tmp_path, 3, tokenizer, [ids], logprobs=logprobs, **tensors)
+        data = data_of(xray.make_page(tmp_path))
+        [sample] = data["samples"]
+        assert "".join(sample["tokens"]) == " A film." and sample["scores"] == {} and data["last"] == 3
+        assert data["is_trained_by_reward"] == is_trained
+    assert sample["columns"]["log_ratio"] == [2.0] * len(ids)
 
 
 def test_the_page_of_docs_has_its_data():

@@ -29,7 +29,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import pandas
@@ -222,7 +222,6 @@ def check_length(model, num_tokens):
     )
 
 
-@cache  # for both sides of compare.py
 def load_function(spec):
     """The function or class that file.py:name names."""
     file, _, name = spec.rpartition(":")
