@@ -43,6 +43,7 @@ Papers: GRPO 2402.03300; several turns: RAGEN 2504.20073, Search-R1 2503.09516; 
 """
 
 import ctypes
+import importlib.util
 import json
 import math
 import os
@@ -57,7 +58,6 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Annotated, Literal
 from warnings import warn
@@ -85,7 +85,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache, get_s
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-VERSION = "2026.11"  # as in CITATION.cff
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
@@ -200,7 +199,6 @@ def train(args):
         rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # (B, 1)
         if args.credit == "turn":
             rollout.advantages = turn_advantages(rollout.rewards, rollout.turn, rollout.written, G)  # (B, T)
-
         rollout.loss_mask = rollout.written  # (B, T)
         if args.mask_truncated_completions:
             rollout.loss_mask = rollout.written & rollout.ended[:, None]
@@ -251,17 +249,15 @@ class Rollout:
         part.rows = [self.rows[i] for i in index.tolist()]
         for name, x in vars(self).items():
             if isinstance(x, Tensor):
-                x = x[index]
                 columns = slice(-P, None) if name in ("prompts", "prompt_mask") else slice(T)
-                setattr(part, name, x[:, columns] if x.dim() == 2 else x)
+                setattr(part, name, x[index][:, columns] if x.dim() == 2 else x[index])
         return part
 
     def micro_batches(self, index, args):
-        """Splits row numbers into this process's micro-batches, of similar length to save padding. All processes have
-        equally many."""
+        """Splits row numbers into this process's micro-batches, each of similar lengths, to save padding."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
         index = index[lengths[index].argsort(stable=True)]
-        num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))
+        num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))  # equal in all processes
         return index.tensor_split(num_rounds * WORLD_SIZE)[RANK::WORLD_SIZE]
 
     @torch.no_grad()
@@ -353,8 +349,8 @@ def encode_answer(answer, game, row, policy):
     """Token ids of an environment's answer. In a conversation, with the chat template's text around it; its role is the
     environment's `role`, by default "user".
 
-    The template renders the conversation with and without the answer, and a placeholder for the policy's turn. It has a
-    thought, since a template that deletes earlier thoughts would change what the policy has read.
+    To find this text, the template renders a placeholder for the policy's turn, with and without the answer. It has a
+    thought, so that a template that deletes earlier thoughts is refused: the policy has read them.
     """
     tokenizer = policy.tokenizer
     if isinstance(row["prompt"], list):

@@ -42,7 +42,6 @@ Papers: DDPO 2305.13301 (sec. 4); DDIM 2010.02502 (eq. 12, 16); guidance 2207.12
       --reward-fn rewards/jpeg.py:compressibility
 """
 
-import importlib.util
 import json
 import math
 import os
@@ -57,6 +56,7 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Annotated
 from warnings import warn

@@ -125,6 +125,7 @@ class Args:
     ratio_threshold: Annotated[float, Field(gt=1)] = 10.0  # skip a step if its mean ratio exceeds this (TRL 0.7)
     target_kl: Positive | None = None  # end an update once policy/approxkl_avg exceeds 1.5 times this (TRL 0.7)
     # --- KL to the reference ---
+
     # weight of the KL in the reward (TRL 0.16). Too low: the policy exploits the reward; too high: it hardly moves
     kl_coef: Annotated[NonNegative, alias("--init-kl-coef")] = 0.05
     # with d = log(pi/ref) of a token: k1 or kl: d; abs: |d|; k2 or mse: d^2 / 2; k3: exp(-d) - 1 + d; full: exact
@@ -167,6 +168,7 @@ class Args:
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text or messages that end with the user's; reward functions get all columns ---
+
     # folder of train.jsonl and validation.jsonl (or .parquet), one such file, or a name on the hub
     dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/data/prompts"
     dataset_config: Annotated[Name | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
@@ -640,7 +642,8 @@ def rollout_stats(rollout, kl_coef):
 
 def evaluate(policy, reward_model, reward_fns, prompts, args):
     """Scores likely answers to the test prompts, sampled at temperature .01 as for TRL's tables."""
-    rollout = sample_batch(policy, prompts, replace(args, temperature=0.01, response_length_min=None))
+    rows = (prompts * WORLD_SIZE)[: len(prompts) + -len(prompts) % WORLD_SIZE]  # equally many for each process
+    rollout = sample_batch(policy, rows, replace(args, temperature=0.01, response_length_min=None))
     score_responses(rollout, reward_model, reward_fns, policy.tokenizer, args)
     stats = {f"eval/rewards/{name}/mean": x.nanmean().item() for name, x in rollout.reward_table.items()}
     stats["eval/scores"] = rollout.scores.mean().item()

@@ -12,15 +12,13 @@ For each batch of texts x_1..x_n:
   2. loss       -mean_t log pi(x_t | x_1..x_{t-1}), over the labels: the tokens of completions, and EOS
   3. update     one AdamW step; the learning rate is warmed up, then annealed
 
-Shapes: B texts in a batch (b in a micro-batch), S tokens of a text, V vocabulary. Below, a prompt of 3 tokens with a
-completion of 2, and one of 2 with 1. A dot is padding.
+Shapes: B texts in a batch (b in a micro-batch), S tokens of a text, V vocabulary. Below, prompts of 3 and 2 tokens with
+completions of 2 and 1.
 
   input_ids     p1  p2  p3  y1  y2  EOS      texts (B, S), right-padded
                 p1  p2  y1  EOS PAD PAD
-  is_label       0   0   0   1   1   1       true on the tokens that have a loss
-                 0   0   1   1   0   0
-  logprobs           *   *   *   *   *       (B, S-1), each read from the logits one position to the left; nothing
-                     *   *   *   .   .       predicts the first token
+  is_label       0   0   0   1   1   1       true on the tokens that have a loss; each is predicted by the logits one
+                 0   0   1   1   0   0       position to its left, and nothing predicts the first token
 
 Prompt tokens have no loss: the policy should answer prompts, not invent them. EOS has one: a policy that never sees
 where texts end never ends one. In conversations, the token that ends a turn takes its place, and each answer is a text
@@ -101,7 +99,8 @@ class Args:
     packing: bool = False  # join all texts, and cut them into blocks of max_length: no padding (TRL 0.7)
     # --- Optimisation ---
     learning_rate: Positive | None = None  # its maximum; by default 2e-5 (TRL), with LoRA 2e-4, from scratch 3e-3
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "cosine"  # N+
+    # schedule of the learning rate (N+ details: cosine)
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "cosine"
     warmup_ratio: Share = 0.03  # share of the run in which the learning rate warms up from 0
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
@@ -113,13 +112,13 @@ class Args:
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
     # --- Model: a folder, or a name on the hub ---
-    # the pretrained model to fine-tune; by default one with random weights
-    model: Annotated[Name | None, alias("--model-name-or-path")] = None
+    model: Annotated[Name | None, alias("--model-name-or-path")] = None  # to fine-tune; by default, random weights
     from_scratch: Name = f"{TOY}/base"  # without --model: the config and the tokenizer are those of this model
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # run the model in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `text`; or `prompt` and `completion`, both texts or both messages; or `messages` ---
+
     # folder of train.jsonl and validation.jsonl (or .parquet), one such file, or a name on the hub
     dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/data/sft"
     dataset_config: Annotated[Name | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
@@ -216,10 +215,10 @@ def load_texts(args, split, tokenizer, limit):
     del found
     num_cut = 0
     for first in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
-        numbers, prompts, answers = zip(*texts[first : first + 1000])
-        heads = encode(prompts, tokenizer, is_chat=kind is list)
-        wholes = encode([*map(str.__add__, prompts, answers)], tokenizer, is_chat=kind is list)
-        for i, (number, prompt, head, ids) in enumerate(zip(numbers, prompts, heads, wholes), first):
+        part = texts[first : first + 1000]
+        heads = encode([prompt for _, prompt, _ in part], tokenizer, is_chat=kind is list)
+        wholes = encode([prompt + answer for _, prompt, answer in part], tokenizer, is_chat=kind is list)
+        for i, ((number, prompt, _), head, ids) in enumerate(zip(part, heads, wholes), first):
             has_prompt = np.array_equal(ids[: len(head)], head)
             message = "a token of the text holds the end of its prompt: does the prompt end with a space?"
             require(has_prompt, f"row {number} of {where}: {message} (recipes/data.py converts other forms)")
@@ -229,7 +228,7 @@ def load_texts(args, split, tokenizer, limit):
             size = min(len(ids), limit)
             num_cut += size < len(ids)
             texts[i] = ids[:size].copy(), np.arange(size) >= start  # in place of the text, which takes more memory
-    kept = [text for text in texts if has_label(text)]
+    kept = [(ids, is_label) for ids, is_label in texts if is_label[1:].any()]  # nothing predicts the first token
     print(f"{split}: {len(kept)} of {len(texts)} texts have a label within {limit} tokens; {num_cut} were cut")
     unread = first_row.keys() - {*columns, "tools", "chat_template_kwargs"}
     if unread:
@@ -243,12 +242,6 @@ def load_texts(args, split, tokenizer, limit):
 def has_form(row, kind, *columns):
     """Whether a row has values of this type in these columns."""
     return isinstance(row, dict) and all(isinstance(row.get(name), kind) for name in columns)
-
-
-def has_label(text):
-    """Whether a text has a label. Nothing predicts its first token."""
-    _, is_label = text
-    return is_label[1:].any()
 
 
 def read_texts(row, kind, columns, tokenizer, args):
@@ -282,13 +275,14 @@ def read_texts(row, kind, columns, tokenizer, args):
 
 def pack(texts, length):
     """Joins texts, each with its EOS, and cuts them into blocks of `length` tokens, without the remainder (TRL 0.7).
+    Blocks without a label are dropped.
 
     [[a b EOS], [c d e EOS], [f EOS]] at length 4 -> [a b EOS c], [d e EOS f]
     """
     ids, is_label = (np.concatenate(parts) for parts in zip(*texts))
     end = len(ids) // length * length
     blocks = zip(ids[:end].reshape(-1, length), is_label[:end].reshape(-1, length))
-    return [block for block in blocks if has_label(block)]
+    return [(ids, is_label) for ids, is_label in blocks if is_label[1:].any()]
 
 
 # --- 2. Loss ----------------------------------------------------------------------------------------------------------

@@ -57,49 +57,41 @@ def test_wilson_interval():
 
 
 def test_summary_by_hand():
-    """Three wins, a tie, a loss, one not judged; A is the longer one in two of its wins. Differences of scores 1, 3, -1
-    deviate by 2. Of five pairs two are agreed on, two go to the first, one to the second."""
-    pairs = [
-        pair("a", a="aaa", verdicts=["A", "B"]),
-        pair("a", a="aaaa", verdicts=["B", "A"]),
-        pair("a", score_a=2.0, score_b=1.0, verdicts=["A", "A"]),
-        pair("tie", score_a=5.0, score_b=2.0, verdicts=["B", "B"]),
-        pair("b", score_a=0.0, score_b=1.0, verdicts=["A", "A"]),
-        pair(None, error="late"),
-    ]
-    s = compare.summarize(pairs)
-    assert (s["wins"], s["ties"], s["losses"], s["unjudged"], s["pairs"]) == (3, 1, 1, 1, 6)
-    assert (s["win_rate"], s["win_rate_low"], s["win_rate_high"]) == (0.7, *compare.wilson_interval(3.5, 5))
-    assert s["pairs_a_not_longer"] == 3 and s["win_rate_a_not_longer"] == 1.5 / 3 and s["last_error"] == "late"
-    assert (s["tokens_a"], s["tokens_b"], s["eos_share_a"], s["eos_share_b"]) == (3, 5, 1, 0)
-    assert s["characters_a"] == (3 + 4 + 2 * 4) / 6 and s["characters_b"] == 2
-    assert (s["score_a"], s["score_b"], s["score_difference"]) == pytest.approx((7 / 3, 4 / 3, 1))
-    assert s["score_difference_error"] == pytest.approx(2 / 3**0.5)
-    assert s["order_disagreement"] == 3 / 5 and s["first_shown_won"] == 6 / 10
+    """A is the longer one in two of its wins. Differences of scores 1, 3, -1 deviate by 2. Of five pairs two are agreed
+    on, two go to the first, one to the second."""
+    pairs = [pair("a", a="aaa"), pair("a", a="aaaa"), pair("a", score_a=2.0, score_b=1.0)]
+    pairs += [pair("tie", score_a=5.0, score_b=2.0), pair("b", score_a=0.0, score_b=1.0), pair(None, error="late")]
+    for one, verdicts in zip(pairs, ["AB", "BA", "AA", "BB", "AA"]):
+        one.verdicts = list(verdicts)
+    wanted = dict(pairs=6, wins=3, ties=1, losses=1, unjudged=1, win_rate=0.7, last_error="late")
+    wanted |= dict(
+        pairs_a_not_longer=3, win_rate_a_not_longer=0.5, tokens_a=3, tokens_b=5, eos_share_a=1, eos_share_b=0
+    )
+    wanted |= dict(score_difference=1, score_difference_error=2 / 3**0.5, order_disagreement=0.6, first_shown_won=0.6)
+    found = compare.summarize(pairs)
+    assert {name: found[name] for name in wanted} == {name: pytest.approx(x) for name, x in wanted.items()}
 
 
 def test_the_higher_reward_wins():
-    """Not for a text that ends against the same one cut off; without a reward there is no winner."""
+    """Without a reward there is no winner, and equal texts are a tie, unless one of them is cut off."""
     scores = {(2.0, 1.0): "a", (1, 2.0): "b", (1.0, 1.0): "tie", (None, 1.0): None, (1.0, float("inf")): None}
-    pairs = [pair(score_a=a, score_b=b) for a, b in scores] + [pair(b="aa", score_a=2.0, score_b=1.0)] * 2
-    for one in pairs[:-1]:
+    pairs = [pair(score_a=a, score_b=b) for a, b in scores] + [pair(b="aa", score_a=2.0, score_b=1.0)]
+    pairs.append(compare.Pair(0, "p", "aa", "aa", 3, 3, True, True, score_a=1 + 1e-7, score_b=1.0))
+    for one in pairs:
         compare.judge_by_reward(one)
-    assert [one.winner for one in pairs] == [*scores.values(), "a", "a"]
+    assert [one.winner for one in pairs] == [*scores.values(), "a", "tie"]
     assert [bool(one.error) for one in pairs] == [one.winner is None for one in pairs]
-    same = compare.Pair(0, "p", "aa", "aa", 3, 3, True, True, score_a=1 + 1e-7, score_b=1.0)
-    compare.judge_by_reward(same)
-    assert same.winner == "tie"
 
 
 def test_a_policy_against_itself(tmp_path):
     """At temperature 0 all pairs are ties. The folder of another comparison, and a policy that plays, are refused."""
-    summary, _ = run(tmp_path / "out", other="toy/sft", reward_fn=GOLD)
-    assert summary["ties"] == 12 and summary["score_difference"] == 0
+    settings = dict(other="toy/sft", reward_fn=GOLD)
+    assert run(tmp_path / "out", **settings)[0]["ties"] == 12
     with pytest.raises(SystemExit, match="out exists"):
-        run(tmp_path / "out", other="toy/sft", reward_fn=GOLD)
+        run(tmp_path / "out", **settings)
     (tmp_path / "args.json").write_text('{"env": "toy/guess/make.py:Game"}')
     with pytest.raises(SystemExit, match="evaluate.py"):
-        run(tmp_path / "other", other=str(tmp_path), reward_fn=GOLD)
+        run(tmp_path / "other", **settings | dict(other=str(tmp_path)))
 
 
 TEXT = " It is not good."
@@ -114,9 +106,7 @@ def test_a_reference_is_the_answer_alone(prompt, form, tmp_path):
     is_chat = isinstance(prompt, list)
     policy, reward = save_family("llama 3", tmp_path) if is_chat else ("toy/sft", "toy/reward_model")
     (tmp_path / "r.py").write_text("def f(completions, **_):\n    return [len(str(text)) for text in completions]\n")
-    rows = [
-        {"prompt": prompt, "answer": FORMS["text" if is_chat and "its" in form else form], "n": n} for n in range(3)
-    ]
+    rows = [{"prompt": prompt, "answer": TEXT if is_chat and "its" in form else FORMS[form]}] * 3
     settings = dict(model=policy, dataset=write_rows(tmp_path / "d.jsonl", rows), reference_column="answer")
     _, (one, *_) = run(tmp_path / "function", reward_fn="r.py:f", **settings)
     text = TEXT if form in ("text", "with its prompt") else TEXT.strip()
@@ -131,11 +121,11 @@ def test_a_reference_is_the_answer_alone(prompt, form, tmp_path):
 
 
 def test_other_references_are_refused(tmp_path):
+    settings = dict(dataset="d.jsonl", reward_fn=GOLD, reference_column="chosen")
     wrong = {"a role and a content": [{"from": "gpt", "value": "It is."}], "neither a text nor messages": None}
     wrong["another prompt"] = [{"role": "user", "content": "A book"}, TURNS[1]]
     for reason, reference in wrong.items():
-        rows = [{"prompt": "The film", "chosen": text} for text in (TEXT, reference)]
-        settings = dict(dataset=write_rows(tmp_path / "d.jsonl", rows), reward_fn=GOLD, reference_column="chosen")
+        write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "chosen": text} for text in (TEXT, reference)])
         with pytest.raises(SystemExit, match=f"row 2 of .*{reason}.*recipes/data.py converts other forms"):
             run(tmp_path / "out", **settings)
     with pytest.raises(SystemExit, match="there is no column 'rejected', only prompt, chosen"):
@@ -149,8 +139,8 @@ def test_parse_verdict(answer, letter):
 
 @pytest.fixture
 def ask(tmp_path, monkeypatch):
-    """ask(a_texts, b_texts, judge): the two sides say this. judge(question, number of the request) -> text, (status,
-    body) or "hang" stands for an OpenAI-compatible API. `ask.requests` are those that it got."""
+    """ask(a_texts, b_texts, judge): the two sides say this. judge(first, second) -> text, (status, body) or "hang" is
+    an OpenAI-compatible API. `ask.requests` are those that it got."""
 
     def use(a, b, judge, **settings):
         texts = iter((a, b))
@@ -160,7 +150,7 @@ def ask(tmp_path, monkeypatch):
 
         async def reply(request):
             use.requests.append(request)
-            said = judge(question_of(request), len(use.requests))
+            said = judge(*shown(request))
             if said == "hang":
                 await asyncio.sleep(40)
             message = {"choices": [{"message": {"role": "assistant", "content": said}}]}
@@ -170,21 +160,16 @@ def ask(tmp_path, monkeypatch):
         client = partial(httpx2.AsyncClient, transport=httpx2.MockTransport(reply))
         monkeypatch.setattr(compare, "answer_all", answer_all)
         monkeypatch.setattr(compare.httpx2, "AsyncClient", client)
-        settings = (
-            dict(judge_model="judge-1", judge_retries=0, judge_url="http://judge/v1", num_prompts=len(a)) | settings
-        )
-        return run(tmp_path / "out", other="toy/sft", **settings)
+        api = dict(judge_model="judge-1", judge_retries=0, judge_url="http://judge/v1")
+        return run(tmp_path / "out", other="toy/sft", num_prompts=len(a), **api, **settings)
 
     use.requests = []
     return use
 
 
-def question_of(request):
-    return json.loads(request.content)["messages"][0]["content"]
-
-
-def shown(question):
-    """The two answers in the default template."""
+def shown(request):
+    """The two answers in a question of the default template."""
+    question = json.loads(request.content)["messages"][0]["content"]
     return re.search(r"--- Response A\n(.*?)\n\n--- Response B\n(.*?)\n\n--- End", question, re.S).groups()
 
 
@@ -199,8 +184,7 @@ def test_a_judge_with_a_taste_and_gaps(ask):
         "deep": ((200, "[" * 100_000), "RecursionError"),
     }
 
-    def judge(question, number):
-        first, second = shown(question)
+    def judge(first, second):
         said = "Answer: A." if "good" in first else "Answer: B." if "good" in second else "Neither."
         return replies.get(first, replies.get(second, [said]))[0]
 
@@ -212,15 +196,15 @@ def test_a_judge_with_a_taste_and_gaps(ask):
     assert {str(request.url) for request in ask.requests} == {"http://judge/v1/chat/completions"}
     assert all(json.loads(request.content)["temperature"] == 0 for request in ask.requests)
     places = {places for both in zip(a[:2], b) for places in (both, both[::-1])}
-    assert {shown(question_of(request)) for request in ask.requests} >= places
+    assert {shown(request) for request in ask.requests} >= places
 
 
 def test_the_key_is_sent_and_kept_nowhere(ask, monkeypatch, capfd, tmp_path):
     """Not even where the server repeats it, in an error or an answer, in full or at the end of a long one."""
-    replies = [f"I got {KEY}, no letter", (500, "x" * 175 + f"wrong key {KEY}"), (401, f"bad key {KEY}"), "A"]
+    replies = {"1": f"I got {KEY}, no letter", "2": (401, f"bad key {KEY}"), "3": (500, "x" * 175 + f"wrong key {KEY}")}
     monkeypatch.setattr(compare, "KEY", KEY)
     with pytest.raises(SystemExit, match=r"wrong key \*\*\*"):
-        ask(["good"] * 4, ["bad"] * 4, lambda question, number: replies[number % 4], judge_concurrency=1)
+        ask([*replies], [*"---"], lambda first, second: replies.get(first, "A"), judge_concurrency=1)
     assert {request.headers["Authorization"] for request in ask.requests} == {f"Bearer {KEY}"}
     written = "".join(path.read_text() for path in (tmp_path / "out").iterdir())
     assert "bad key ***" in written and "I got ***" in written

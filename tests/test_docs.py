@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import record  # noqa: E402
 import tables  # noqa: E402
 
-PLACES = ("benchmarks", "experiments", "tools", "recipes", "tests", "tests/audit", "tests/golden")
+PLACES = ("benchmarks", "experiments", "tools", "recipes", "tests", "tests/golden")
 FOLDERS = (".", "docs", "docs/diffs", "lecture", "toy", "rewards", "exercises", *PLACES)
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 OTHER_TOOLS = {

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, save_family
+from runs import GOLD, write_rows
 from runs import run as train
-from runs import write_rows
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,8 +21,6 @@ import evaluate  # noqa: E402
 
 import agent  # noqa: E402
 import ppo  # noqa: E402
-
-GOLD = "toy/gold_score.py:gold_score"
 
 
 @pytest.fixture(autouse=True)
@@ -43,40 +41,34 @@ def main(monkeypatch, *words):
     return [json.loads(line) for line in Path("out/answers.jsonl").read_text("utf-8").splitlines()]
 
 
-def other_policy(name, folder):
-    """A toy policy that is a little different; its path."""
-    policy = AutoModelForCausalLM.from_pretrained(ROOT / name)
+@pytest.mark.parametrize("env", [None, "toy/guess/make.py:Game"])
+def test_kl_and_episodes_by_hand(env, tmp_path):
+    """k1 and k3 over what the policy wrote, which is not in «», at the temperature of the sampling: against one text at
+    a time, without padding. The reward of a game is 1 - (n - 1) / 8 if the n-th guess is right."""
+    policy, reference = (AutoModelForCausalLM.from_pretrained(ROOT / "toy/guess/sft") for _ in range(2))
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/guess/sft")
     with torch.no_grad():
-        policy.transformer.ln_f.weight.mul_(0.8)
-    policy.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(ROOT / name).save_pretrained(folder)
-    return str(folder)
-
-
-def assert_kl(row, models, tokenizer, temperature):
-    """Against one text at a time, without padding: k1 and k3 over what the policy wrote, which is not in «»."""
-    parts = [tokenizer(part)["input_ids"] for part in re.split("[«»]", row["response"])]
-    written = torch.tensor([i % 2 == 0 for i, part in enumerate(parts) for _ in part])
-    response = sum(parts, [])
-    ids = torch.tensor([tokenizer(row["prompt"])["input_ids"] + response])
-    if written.sum() != row["response_length"]:
-        return False  # a sampled text may be cut otherwise when it is read again
-    logits = [model(ids).logits[0, -len(response) - 1 : -1] / temperature for model in models]
-    first, second = (x.log_softmax(1)[torch.arange(len(response)), response] for x in logits)
-    difference = (first - second)[written]
-    assert row["kl"] == pytest.approx(difference.sum().item(), abs=1e-4)
-    assert row["kl_k3"] == pytest.approx((torch.exp(-difference) - 1 + difference).sum().item(), abs=1e-4)
-    return True
-
-
-def test_kl_by_hand(tmp_path):
-    """At the temperature of the sampling."""
-    other = other_policy("toy/sft", tmp_path / "other")
-    _, answers = run(other, reference="toy/sft", temperature=0.5, batch_size=4)
-    tokenizer = AutoTokenizer.from_pretrained(other)
-    models = [AutoModelForCausalLM.from_pretrained(name) for name in (other, ROOT / "toy/sft")]
-    texts = [row | {"response": row["response"] + tokenizer.eos_token * int(row["eos_share"])} for row in answers]
-    assert sum(assert_kl(row, models, tokenizer, 0.5) for row in texts) > 2
+        reference.transformer.ln_f.weight.mul_(0.8)
+    reference.save_pretrained("other")
+    tokenizer.save_pretrained("other")
+    settings = dict(env=env, dataset="toy/guess/data/prompts", split="train", temperature=0.5, num_generations=2)
+    summary, answers = run("toy/guess/sft", reference="other", response_length=30, batch_size=4, **settings)
+    for row in answers:
+        text = row["response"] if env else row["response"] + tokenizer.eos_token * int(row["eos_share"])
+        said = re.split("[«»]", text)
+        parts = [tokenizer(part)["input_ids"] for part in said]
+        written = torch.tensor([i % 2 == 0 for i, part in enumerate(parts) for _ in part])
+        response = sum(parts, [])
+        ids = torch.tensor([tokenizer(row["prompt"])["input_ids"] + response])
+        logits = [model(ids).logits[0, -len(response) - 1 : -1] / 0.5 for model in (policy, reference)]
+        first, second = (x.log_softmax(1)[torch.arange(len(response)), response] for x in logits)
+        d = (first - second)[written]
+        assert row["response_length"] == len(d) and row["kl"] == pytest.approx(d.sum().item(), abs=1e-4)
+        assert row["kl_k3"] == pytest.approx((torch.exp(-d) - 1 + d).sum().item(), abs=1e-4)
+        if env:
+            guesses = [part.replace("<|end|>", "").strip() for part in said[::2]]
+            assert row["turns"] == len(guesses) and row["eos_share"]
+            assert row[env] == (1 - (len(guesses) - 1) / 8) * (guesses[-1] == str(row["number"]))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
@@ -97,44 +89,20 @@ def test_means_and_groups(batch_size, tmp_path):
 
 
 def test_the_columns_of_a_row_stay_as_they_are(tmp_path):
-    """Whatever a reward function does to them, and if a number has the same name."""
-    (tmp_path / "r.py").write_text("def spoil(facts, **_):\n    return [x.pop() + len(x) for x in facts]\n")
-    (tmp_path / "s.py").write_text("def count(facts, **_):\n    return map(len, facts)\n")
+    """Whatever a reward function does to them, and if a number has the same name. A function has its own helper."""
+    for folder, text in {"one": "return [x.pop() + len(x) for x in facts]", "two": "return map(len, facts)"}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "helper.py").write_text(f"def f(facts, **_):\n    {text}\n")
+        (tmp_path / folder / "reward.py").write_text("from helper import f\n")
     rows = [{"prompt": "The film", "facts": [1, 2], "response": "human", "kl": "small", "id": 2**60 + 1}] * 3
-    settings = dict(reference="toy/sft", reward_fn=("r.py:spoil", "s.py:count"), num_generations=2)
+    settings = dict(reference="toy/sft", reward_fn=("one/reward.py:f", "two/reward.py:f"), num_generations=2)
     _, answers = run(dataset=write_rows(tmp_path / "d.jsonl", rows), **settings)
     for line in answers:
-        assert (line["r.py:spoil"], line["s.py:count"], line["kl"]) == (3, 2, 0) and line["response"] != "human"
+        assert (line["one/reward.py:f"], line["two/reward.py:f"], line["kl"]) == (3, 2, 0) and line[
+            "response"
+        ] != "human"
         own = {name.removeprefix("row/"): line[name] for name in ("prompt", "facts", "row/response", "row/kl", "id")}
         assert own == rows[0]
-
-
-TALKER = """
-class Talker:
-    def __init__(self, row):
-        self.left = row["n"]
-
-    def step(self, said):
-        self.left -= 1
-        return "higher", 0.5, self.left == 0
-"""
-
-
-def test_episodes_by_hand(tmp_path):
-    """A talk of n turns, each of which earns a half."""
-    (tmp_path / "e.py").write_text(TALKER)
-    reference = other_policy("toy/guess/sft", tmp_path / "reference")
-    models = [AutoModelForCausalLM.from_pretrained(name) for name in (ROOT / "toy/guess/sft", reference)]
-    tokenizer = AutoTokenizer.from_pretrained(reference)
-    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "1 to 15 :", "n": n} for n in (1, 2, 3)])
-    settings = dict(env="e.py:Talker", dataset=data, temperature=1.0, num_generations=2, response_length=30)
-    summary, answers = run("toy/guess/sft", reference=reference, batch_size=4, **settings)
-
-    assert [row["e.py:Talker"] for row in answers] == [0.5, 0.5, 1, 1, 1.5, 1.5]
-    assert [row["turns"] for row in answers] == [1, 1, 2, 2, 3, 3]
-    assert summary.loc["e.py:Talker"].tolist() == pytest.approx([1, 0.5 / 3**0.5])
-    assert summary.loc["pass@2", "mean"] == pytest.approx(2 / 3) and summary.loc["eos_share", "mean"] == 1
-    assert all(assert_kl(row, models, tokenizer, 1.0) for row in answers)
 
 
 QUICK = ["llama 3", "qwen 3", "gemma 3", "gpt-oss"]
@@ -158,8 +126,7 @@ def test_rewards_are_those_of_training(family, judge, tmp_path):
     if folder is None:
         pytest.skip("the library has no reward model of this family")
     (tmp_path / "r.py").write_text(NOTE)
-    talk = zip(["user", "assistant", "user"], ["The film?", "It is good.", "Why?"])
-    talk = [{"role": role, "content": text} for role, text in talk]
+    talk = [{"role": "user", "content": "The film?"}, {"role": "assistant", "content": "Oh."}] * 2
     rows = [{"prompt": talk[: 1 + 2 * (i % 2)], "n": i} for i in range(8)]
     data = write_rows(tmp_path / "d.jsonl", rows)
     tokenizer = AutoTokenizer.from_pretrained(policy)
@@ -177,26 +144,8 @@ def test_rewards_are_those_of_training(family, judge, tmp_path):
     assert 0 < summary.loc["eos_share", "mean"] == line["val/eos_share"] < 1
 
 
-def test_a_policy_answers_what_it_was_trained_on(tmp_path, monkeypatch):
-    """The settings of its run are the default; those of the command line win."""
-    data = write_rows(tmp_path / "mine.jsonl", [{"prompt": "I saw", "n": 1}] * 3)
-    game = agent.Args(response_length=24, max_turns=5, dataset_test_split="train")
-    review = ppo.Args(dataset=data, response_length=8, dataset_test_split="train")
-    for name, model, trained in (("game", "toy/guess/sft", game), ("review", "toy/sft", review)):
-        shutil.copytree(ROOT / model, tmp_path / name)
-        (tmp_path / name / "args.json").write_text(json.dumps(asdict(trained)))
-
-    def answers(*words):
-        shutil.rmtree("out", ignore_errors=True)
-        return main(monkeypatch, *words)
-
-    assert len(answers("game")) == 15 and max(x["turns"] for x in answers("game", "--temperature", "0")) == 5
-    assert {x["turns"] for x in answers("game", "--max-turns", "1")} == {1}
-    assert [(x["prompt"], x["n"]) for x in answers("review", "--reward-fn", GOLD)] == [("I saw", 1)] * 3
-
-
-def test_the_command_leaves_its_results(monkeypatch, capsys):
-    """From any folder. A second one does not overwrite them."""
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """It leaves its results, and does not overwrite others. Those of a policy's run are its defaults."""
     words = ["toy/sft", "--reference", "toy/sft", "--reward-fn", GOLD, "toy/reward_model", "--num-prompts", "4"]
     lines = main(monkeypatch, *words)
     results = json.loads(Path("out/evaluation.json").read_text())
@@ -205,6 +154,17 @@ def test_the_command_leaves_its_results(monkeypatch, capsys):
     assert results["args"]["temperature"] == 0.7 and "gold_score" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="out exists"):
         main(monkeypatch, *words)
+    data = write_rows(tmp_path / "mine.jsonl", [{"prompt": "I saw"}] * 3)
+    game = agent.Args(response_length=24, max_turns=5, dataset_test_split="train")
+    review = ppo.Args(dataset=data, response_length=8, dataset_test_split="train")
+    found = []
+    for model, trained, *words in (("guess/sft", game), ("guess/sft", game, "--max-turns", "1"), ("sft", review)):
+        shutil.rmtree("out")
+        shutil.copytree(ROOT / "toy" / model, "run/ema", dirs_exist_ok=True)
+        (tmp_path / "run/args.json").write_text(json.dumps(asdict(trained)))
+        found.append(main(monkeypatch, "run/ema", "--temperature", "0", *words))
+    assert [len(lines) for lines in found] == [15, 15, 3] and {line["prompt"] for line in found[2]} == {"I saw"}
+    assert [max(line["turns"] for line in lines) for lines in found[:2]] == [5, 1]
 
 
 def test_a_pad_token_without_an_embedding(tmp_path):
@@ -220,54 +180,34 @@ def test_a_pad_token_without_an_embedding(tmp_path):
 
 
 WRONG = {
-    "no folder, and no such name": (
-        dict(model="nosuch/model"),
-        "nosuch/model should be a folder, or a name on the hub",
-    ),
-    "no data": (dict(dataset="nosuch/data"), "nosuch/data should be a folder, or a name on the hub"),
-    "no reward model": (dict(reward_fn=("nosuch/model",)), "nosuch/model should be a folder"),
-    "no reward function": (dict(reward_fn=("nosuch.py:f",)), "nosuch.py:f should be file.py:name"),
-    "no model in the folder": (dict(model="."), r"\. should be a folder, or a name"),
-    "no such split": (dict(split="test"), "no prompts of --split test"),
-    "another tokenizer": (dict(reference="toy/guess/sft"), "toy/guess/sft has another tokenizer than toy/sft"),
-    "too long": (dict(response_length=160), "but .*toy/sft reads 160"),
-    "another form": (dict(dataset="d.jsonl"), r"row 1 of d.jsonl.* \(recipes/data.py converts other forms\)"),
-    "two judges": (dict(env="e.py:E", reward_fn=(GOLD,)), "--reward-fn: not with --env"),
-    "turns of what": (dict(max_turns=2), "--max-turns: only with --env"),
+    "nosuch/model should be a folder, or a name on the hub": dict(model="nosuch/model"),
+    "nosuch/data should be a folder, or a name on the hub": dict(dataset="nosuch/data"),
+    "nosuch/reward should be a folder, or a name on the hub": dict(reward_fn=("nosuch/reward",)),
+    "nosuch.py:f should be file.py:name": dict(reward_fn=("nosuch.py:f",)),
+    r"\. should be a folder, or a name": dict(model="."),
+    "no prompts of --split test": dict(split="test"),
+    "toy/guess/sft has another tokenizer than toy/sft": dict(reference="toy/guess/sft"),
+    "but .*toy/sft reads 160": dict(response_length=160),
+    r"row 1 of d.jsonl.* \(recipes/data.py converts other forms\)": dict(dataset="d.jsonl"),
+    "--reward-fn: not with --env": dict(env="e.py:E", reward_fn=(GOLD,)),
+    "--max-turns: only with --env": dict(max_turns=2),
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_inputs_end_in_one_sentence(what, tmp_path):
-    settings, sentence = WRONG[what]
+@pytest.mark.parametrize("sentence", WRONG)
+def test_wrong_inputs_end_in_one_sentence(sentence, tmp_path):
     write_rows(tmp_path / "d.jsonl", [{"prompt": [{"from": "human", "value": "Hi"}]}])
     with pytest.raises(SystemExit, match=f"^error: .*{sentence}.*$"):
-        run(**settings)
-
-
-@pytest.mark.xfail(reason="ppo.load_function gives the second file the helper of the first", strict=False)
-def test_reward_files_have_their_own_neighbours(tmp_path):
-    """Though files and neighbours have the same names."""
-    for side in ("one", "two"):
-        (tmp_path / side).mkdir()
-        (tmp_path / side / "helper.py").write_text(f"VALUE = {len(side + '!' * (side == 'two'))}")
-        (tmp_path / side / "reward.py").write_text(
-            "from helper import VALUE\ndef f(prompts, **_):\n    return [VALUE] * len(prompts)\n"
-        )
-    _, answers = run(reward_fn=("one/reward.py:f", "two/reward.py:f", "one/reward.py:f"))
-    assert {(row["one/reward.py:f"], row["two/reward.py:f"]) for row in answers} == {(3, 4)}
+        run(**WRONG[sentence])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["toy/sft", "policy"])
-def test_a_talk_in_the_terminal(model, tmp_path):
+def test_a_talk_in_the_terminal(tmp_path):
     """chat.py answers each text, in a conversation if there is a chat template, and ends where the input does."""
-    save_family("qwen 3", tmp_path)
-    command = [sys.executable, ROOT / "tools/chat.py", model, "--temperature", "0", "--response-length", "16"]
-    command += ["--chat-template-kwargs", '{"enable_thinking": false}'] if model == "policy" else []
-    lines = "The film\n\nA book by\n" + "why " * 600 + "\n"
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.count("> ") == 5 and "that is too long" in done.stdout
-    if model == "toy/sft":
-        (row,) = run(dataset=write_rows(tmp_path / "d.jsonl", [{"prompt": "A book by"}]), temperature=0)[1]
-        assert row["response"].strip() in done.stdout
+    command = [sys.executable, ROOT / "tools/chat.py", "--response-length", "16", "--temperature", "0"]
+    (row,) = run(dataset=write_rows(tmp_path / "d.jsonl", [{"prompt": "A book by"}]), temperature=0)[1]
+    for model, said in ("toy/sft", row["response"].strip()), (save_family("qwen 3", tmp_path)[0], ""):
+        lines = "The film\n\nA book by\n" + "why " * 600 + "\n"
+        done = subprocess.run([*command, model], input=lines, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and done.stdout.count("> ") == 5 and "that is too long" in done.stdout
+        assert said in done.stdout

@@ -40,7 +40,7 @@ RUNS = {  # name: settings of both runs, settings of the run on two processes al
     "grpo 0": (dict(num_mini_batches=2, num_ppo_epochs=2, dynamic_sampling=2, num_eval_prompts=5), {}),
     "grpo 2": (dict(batch_size=16, micro_batch_size=2, total_episodes=48, reward_fn=("reward.py:some",)), dict(zero_stage=2)),
     "grpo 3": (dict(loss_type="dr_grpo", scale_rewards="batch", beta=0.1), dict(zero_stage=3)),
-    "agent 0": (dict(dynamic_sampling=1), {}),
+    "agent 0": ({}, {}),
     "agent 3": (dict(lora_r=4, beta=0.1), dict(zero_stage=3)),
     "dpo 0": (dict(lora_r=2), {}),
     "dpo 2": (dict(precompute_ref=True, loss_type="ipo"), dict(zero_stage=2)),

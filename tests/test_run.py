@@ -20,7 +20,7 @@ EVERYTHING = {  # what fills a checkpoint
     "ppo": dict(kl_target=6.0, ema_decay=0.9, num_mini_batches=2, score_scaling="norm", eval_steps=2),
     "rloo": dict(num_mini_batches=2, eval_steps=2),
     "grpo": dict(dynamic_sampling=2, beta=0.1, eval_steps=2),
-    "agent": dict(dynamic_sampling=1, eval_steps=2),
+    "agent": dict(eval_steps=2),
     "dpo": dict(lora_r=2, eval_steps=2),
     "sft": dict(packing=True, max_length=16, eval_steps=2),
     "reward_model": dict(eos_dropout=0.5, eval_steps=2),

@@ -1,4 +1,4 @@
-"""tools/seeds.py: what it says of paired seeds, and which runs it makes."""
+"""tools/seeds.py and make_fork.py: what is said of paired seeds, which runs are made, what is not overwritten."""
 
 import subprocess
 import sys
@@ -7,6 +7,7 @@ import pytest
 from sources import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
+import make_fork
 import seeds
 
 PROGRAM = """
@@ -29,15 +30,7 @@ def test_what_three_pairs_say():
     assert seeds.judge([1, 5, 9], [2, 7, 12]) == pytest.approx(wanted | {"higher": 3, "needed": 2}, abs=1e-4)
     assert seeds.judge([0, 0, 0], [1, 5, 0])["needed"] == 14  # d = 2 with a deviation of sqrt 7: 7.849 * 7 / 4
     assert seeds.judge([1, 2], [2, 1])["needed"] == float("inf")
-
-
-def test_what_is_shown(capsys):
-    """A difference has a star on either side of 0; the end of a run is its last five updates, if they have it."""
-    shown = {"up": ([1, 2, 3], [11, 12.1, 13]), "down": ([11, 12.1, 13], [1, 2, 3]), "level": ([1, 2, 3], [3, 2, 1.5])}
-    seeds.show(shown)
-    rows = [row for row in capsys.readouterr().out.splitlines() if "±" in row]
-    assert ["*" in row for row in rows] == [True, True, False]
-    lines = [{"loss": i} | ({"eval": i} if i % 4 == 0 else {}) for i in range(1, 13)]
+    lines = [{"loss": i} | ({"eval": i} if i % 4 == 0 else {}) for i in range(1, 13)]  # the end: the last five updates
     assert (seeds.end(lines, "loss"), seeds.end(lines, "eval"), seeds.end(lines[:3], "eval")) == (10, 10, None)
 
 
@@ -79,36 +72,48 @@ def test_runs_are_made_once_until_their_program_changes(tmp_path, monkeypatch, c
         compare(f"{tmp_path}/other/program.py --bonus 0", "--metrics", "reward")
 
 
-@pytest.mark.parametrize("sign", [" ", "="])
-def test_a_changed_reward_is_run_again(tmp_path, sign):
+def test_a_changed_reward_is_run_again(tmp_path):
     """However its flag is written."""
-    names = set()
-    for text in ("a = 1", "a = 2", "a = 2"):
-        (tmp_path / "r.py").write_text(text)
-        names |= {
-            run.file.name for run in seeds.plan(f"program.py --reward-fn{sign}{tmp_path}/r.py:score", 1, tmp_path)
-        }
-    assert len(names) == 2
+    for sign in " =":
+        names = set()
+        for text in ("a = 1", "a = 2", "a = 2"):
+            (tmp_path / "r.py").write_text(text)
+            names |= {run.file for run in seeds.plan(f"program.py --reward-fn{sign}{tmp_path}/r.py:score", 1, tmp_path)}
+        assert len(names) == 2
 
 
 WRONG = {
-    "no script": ("nosuch.py", [], "'nosuch.py' should begin with the path of a script"),
-    "a quote": ("program.py '", [], "No closing quotation"),
-    "no job": ("other.py", ["--jobs", "0"], "at least two seeds and one job are needed"),
-    "one seed": ("other.py", ["--seeds", "1"], "at least two seeds"),
-    "itself": ("program.py", [], "two different sides"),
-    "a seed": ("program.py --seed 3", [], "the seed and the folder of a run are set here"),
-    "what the script refuses": ("program.py --bonus -1", [], "no bonus below 0"),
-    "no metrics": ("other.py", [], "It logged no metrics"),
+    ("nosuch.py",): "'nosuch.py' should begin with the path of a script",
+    ("program.py '",): "No closing quotation",
+    ("other.py", "--jobs", "0"): "at least two seeds and one job are needed",
+    ("program.py",): "two different sides",
+    ("program.py --seed 3",): "the seed and the folder of a run are set here",
+    ("program.py --bonus -1",): "no bonus below 0",
+    ("other.py",): "It logged no metrics",
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_inputs_end_at_once_in_one_sentence(what, tmp_path):
-    side, words, sentence = WRONG[what]
-    (tmp_path / "program.py").write_text(PROGRAM)
-    (tmp_path / "value.py").write_text("VALUE = 1")
-    (tmp_path / "other.py").write_text("print('hello')")
-    command = [sys.executable, ROOT / "tools/seeds.py", side, "program.py", *words]
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_inputs_end_at_once_in_one_sentence(words, tmp_path):
+    for name, text in {"program.py": PROGRAM, "value.py": "VALUE = 1", "other.py": "print('hello')"}.items():
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, ROOT / "tools/seeds.py", "program.py", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode and sentence in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode and WRONG[words] in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_fork_is_not_overwritten(tmp_path, monkeypatch):
+    """It may hold work, and git ignores it."""
+    for name in ("ppo.py", *make_fork.PAGES):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
+    monkeypatch.setattr(make_fork, "ROOT", tmp_path)
+    for words, text in (["--script", "ppo.py"], "mine"), (["--script", "ppo.py", "--force"], ""):
+        (tmp_path / "fork.py").write_text("mine")
+        monkeypatch.setattr(sys, "argv", ["make_fork.py", "A metric", *words])
+        if text:
+            with pytest.raises(SystemExit, match="fork.py exists: rename it, or overwrite it with --force"):
+                make_fork.main()
+        else:
+            make_fork.main()
+        assert ((tmp_path / "fork.py").read_text("utf-8") == "mine") == bool(text)

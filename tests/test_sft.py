@@ -1,22 +1,27 @@
-"""sft.py: encoding, packing, batches, and a whole run by hand."""
+"""sft.py: packing, which tokens have a loss, evaluation, tables. Its whole loop is compared in test_lecture.py."""
 
+import json
 import math
 import shutil
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from families import FAMILIES, make_tokenizer
 from numbers_of_others import golden
-from replay import EOS, SETTINGS, agree, evaluated, ids_of, read_text, replay
-from replay import note_sizes, saved, toy_rows, write_data, write_model
-from runs import run, untimed
-from safetensors.torch import load_file
+from runs import run, untimed, watch, write_rows
 from sources import ROOT
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ppo
 import sft
 
-# --- pack
+TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+
+
+def as_text(ids):
+    """All tokens have a label."""
+    return np.array(ids), np.ones(len(ids), bool)
 
 
 @pytest.mark.parametrize("case, has_eos, passes", [("one_buffer", 1, 1), ("no_concat_token", 0, 1), ("infinite", 1, 2)])
@@ -26,143 +31,151 @@ def test_packing_against_trl07(case, has_eos, passes):
     theirs = o["packing"][case]
     theirs = theirs["first_12"] if case == "infinite" else theirs["packed"]
     rows = [i["tokenized"][text].tolist() + [i["eos_id"]] * has_eos for text in i["texts"] * passes]
-    blocks = sft.pack([(row, row) for row in rows], i["seq_length"])
-    assert [ids for ids, _ in blocks][:12] == theirs.tolist() and all(ids == labels for ids, labels in blocks)
+    blocks = sft.pack([as_text(row) for row in rows], i["seq_length"])
+    assert [ids.tolist() for ids, _ in blocks][:12] == theirs.tolist()
 
 
-# --- batches
+@pytest.mark.parametrize("num_tokens, blocks", [(7, 1), (8, 2), (9, 2), (11, 2), (12, 3)])
+def test_the_last_block_is_kept_if_it_is_full(num_tokens, blocks):
+    ids = list(range(num_tokens))
+    packed = sft.pack([as_text(ids[:5]), as_text(ids[5:])], 4)
+    assert [block.tolist() for block, _ in packed] == [ids[i : i + 4] for i in range(0, 4 * blocks, 4)]
 
 
-def test_texts_of_all_lengths_meet_in_a_batch_in_which_they_are_sorted():
-    lengths = torch.randint(1, 100, (100,)).tolist()
-    batches = [sft.random_batch(lengths, number, 10, seed=1) for number in range(10)]
-    assert sorted(sum(batches, [])) == list(range(100))
-    read = [[lengths[row] for row in batch] for batch in batches]
-    assert all(batch == sorted(batch) for batch in read)
-    assert sum(batch[-1] - batch[0] > 50 for batch in read) >= 8
+def test_blocks_keep_their_labels_and_need_one():
+    """Nothing predicts the first token of a block, so a label there does not count."""
+    texts = [(np.arange(6), np.arange(6) >= 5), (np.arange(6, 12), np.arange(6) >= 2)]
+    (block,) = sft.pack(texts, 5)
+    assert block[0].tolist() == [5, 6, 7, 8, 9] and block[1].tolist() == [True, False, False, True, True]
+    assert sft.pack([(np.arange(6), np.arange(6) == 3)], 3) == []
 
 
-# --- a run by hand
+def read(tmp_path, rows, limit=512, tokenizer=TOKENIZER, **settings):
+    """The texts that are trained on, as (text without a loss, text with a loss)."""
+    args = sft.Args(dataset=write_rows(tmp_path / "rows.jsonl", rows), device="cpu", **settings)
+    texts = sft.load_texts(args, "train", tokenizer, limit)
+    assert all(ids.dtype == np.int32 and len(ids) == len(is_label) for ids, is_label in texts)
+    return [(tokenizer.decode(ids[~is_label]), tokenizer.decode(ids[is_label])) for ids, is_label in texts]
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """Texts with and without a prompt, one of which is all prompt within max_length."""
-    rows = toy_rows("sft", "train", 28)
-    tests = toy_rows("sft", "validation", 11)
-    for row in [*rows[::4], *tests[::3]]:
-        row["completion"] = row["prompt"] + row["completion"]
-        row["prompt"] = ""
-    rows[1]["prompt"] *= 9
-    folder = write_data(tmp_path_factory.mktemp("texts") / "data", train=rows, validation=tests)
-    return SimpleNamespace(rows=rows, tests=tests, folder=folder)
+def talk(*words):
+    """A conversation in which user and assistant take turns."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(words)]
 
 
-def labelled(rows, length):
-    """[(ids, number of the first label)] of rows, cut to a length; none without a label."""
-    found = []
-    for row in rows:
-        prompt, completion = ids_of(row["prompt"], row["completion"])
-        if len(prompt) < length:
-            found.append(((prompt + completion)[:length], len(prompt)))
-    return found
+def test_only_the_completion_and_its_end_have_a_loss(tmp_path):
+    row = {"prompt": "The film", "completion": " is a gem."}
+    assert read(tmp_path, [row]) == [("The film", f" is a gem.{TOKENIZER.eos_token}")]
+    assert read(tmp_path, [row], completion_only_loss=False) == [("", f"The film is a gem.{TOKENIZER.eos_token}")]
+    assert read(tmp_path, [{"text": "The film is a gem."}]) == [("", f"The film is a gem.{TOKENIZER.eos_token}")]
 
 
-def evaluation(rows):
-    @torch.no_grad()
-    def evaluate(model, is_last=True):
-        read = [read_text(model, ids, start) for ids, start in rows]
-        logprobs, hits = (torch.cat(parts) for parts in zip(*read))
-        ends = [x[-1] for (x, _), (ids, _) in zip(read, rows) if ids[-1] == EOS]
-        return {
-            "eval/loss": -logprobs.mean().item(),
-            "eval/perplexity": math.exp(-logprobs.mean()),
-            "eval/mean_token_accuracy": hits.float().mean().item(),
-            "eval/eos_loss": -torch.stack(ends).mean().item(),
-        }
-
-    return evaluate
+def test_a_text_is_cut_and_one_without_a_label_is_left_out(tmp_path):
+    rows = [
+        {"prompt": "The film", "completion": " is a gem."},
+        {"prompt": "The film is a gem. It", "completion": " sings."},
+    ]
+    assert read(tmp_path, rows, limit=4) == [("The film", " is a")]
 
 
-def replay_sft(lines, settings, rows, tests, read_row):
-    """read_row(model, row) gives log-probabilities and hits at the labels of a row, (ids, what its labels are)."""
-    defaults = vars(sft.Args())
-    args = SimpleNamespace(**defaults | settings, per_pass=math.ceil(len(rows) / 6))
-    num_tokens = 0
-
-    def read_step(model, batch):
-        nonlocal num_tokens
-        logprobs, hits = (torch.cat(parts) for parts in zip(*(read_row(model, row) for row in batch)))
-        num_tokens += len(hits)
-        return -logprobs.mean(), {"mean_token_accuracy": hits.float().mean().item(), "num_tokens": num_tokens}
-
-    lengths = [len(ids) for ids, _ in rows]
-    by_random = lambda number: [rows[i] for i in sft.random_batch(lengths, number, 6, args.seed)]  # noqa: E731
-    replay(args, lines, saved(args.model), by_random, read_step, evaluation(tests))
+def test_columns_that_are_not_read_are_named(tmp_path, capsys):
+    """A text beside a prompt alone is read as a text, as recipes/data.py writes it for IMDB. There may be many."""
+    rows = [{"text": f"The film {i}", "prompt": "The film", "label": i} for i in range(2500)]
+    assert read(tmp_path, rows) == [("", f"The film {i}{TOKENIZER.eos_token}") for i in range(2500)]
+    assert "train: columns that are not read: label, prompt\n" in capsys.readouterr().out
 
 
-def test_sft_by_hand(texts, tmp_path, monkeypatch):
-    """Each step, with accumulation, clipping, weight decay and schedule; the evaluations; the model that is saved."""
-    settings = SETTINGS | dict(model=write_model(tmp_path / "plain", "plain"), dataset=texts.folder)
-    sizes = note_sizes(monkeypatch)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_labels_are_what_a_rollout_would_write(family, tmp_path):
+    """They begin right behind the prompt of a rollout, and end with the token that ends the turn. Each answer of a
+    conversation is a text; without completion_only_loss, the whole conversation is one."""
+    tokenizer = make_tokenizer(family)
+    messages = talk("The film?", "It is good.", "Why?", "It sings.", "Thanks.")
+    args = ppo.Args(dataset=write_rows(tmp_path / "prompts.jsonl", [{"prompt": messages[:n]} for n in (1, 3)]))
+    prompts = [row["input_ids"] for row in ppo.load_prompts(args, "train", tokenizer)]
+    args = sft.Args(dataset=write_rows(tmp_path / "rows.jsonl", [{"messages": messages}]))
+    texts = sft.load_texts(args, "train", tokenizer, 512)
+    ends = [tokenizer.convert_tokens_to_ids(token) for token in FAMILIES[family].stops.split()]
+    for prompt, (ids, is_label), answer in zip(prompts, texts, ("It is good.", "It sings."), strict=True):
+        assert ids[~is_label].tolist() == prompt.tolist() and is_label.tolist() == sorted(is_label)
+        assert ids[-1] in ends and tokenizer.decode(ids[:-1]).endswith(answer)
+    pair = {"prompt": messages[:3], "completion": messages[3:4]}
+    both = read(tmp_path, [pair], tokenizer=tokenizer)
+    assert both == read(tmp_path, [{"messages": messages}], tokenizer=tokenizer)[1:]
+    whole = read(tmp_path, [{"messages": messages}], tokenizer=tokenizer, completion_only_loss=False)
+    assert whole == [("", both[0][0] + both[0][1])]
+
+
+def test_a_template_that_changes_the_prompt_is_refused(tmp_path):
+    """It opens <think> where the assistant is to answer, and does not write it before an answer."""
+    tokenizer = make_tokenizer("qwen 2.5")
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>{% endif %}"
+    with pytest.raises(SystemExit, match="^error: row 1 of .*<think>"):
+        read(tmp_path, [{"messages": talk("The film?", "It is good.")}], tokenizer=tokenizer)
+
+
+FILM = {"prompt": "The film", "completion": " is a gem."}
+CHAT = {"messages": talk("The film?", "It is good.")}
+REFUSED = [
+    (FILM, FILM | {"completion": " "}),
+    (FILM, FILM | {"completion": None}),
+    (FILM, {"prompt": "The film ", "completion": "is a gem."}),
+    (FILM, FILM | {"completion": talk("", "It is.")[1:]}),
+    (FILM, {"prompt": "The film"}),
+    ({"text": "The film"}, {"text": 7}),
+    ({"text": "The film"}, {"words": "The film"}),
+    ({"text": "The film"}, ["The film"]),
+    (CHAT, {"messages": []}),
+    (CHAT, {"messages": talk("The film?")}),
+    (CHAT, {"messages": talk("The film?", "It is good.")[1:]}),
+    (CHAT, {"messages": [*talk("The film?"), {"from": "gpt", "value": "It is good."}]}),
+    (CHAT, {"messages": json.dumps(CHAT["messages"])}),
+]
+
+
+@pytest.mark.parametrize("place", [1, 2])
+@pytest.mark.parametrize(("good", "bad"), REFUSED)
+def test_rows_that_are_refused(good, bad, place, tmp_path):
+    """One sentence says which row, and what converts it."""
+    rows = [good] * (place - 1) + [bad, good]
+    with pytest.raises(SystemExit, match=rf"^error: row {place} of [^\n]*recipes/data.py[^\n]*$"):
+        read(tmp_path, rows, tokenizer=make_tokenizer("qwen 2.5"))
+
+
+def test_evaluation_by_hand(tmp_path, tiny):
+    """Of all labels of the test split, one text at a time, without padding."""
+    line = run(sft, tmp_path / "run", **tiny["sft"] | dict(model="toy/sft", micro_batch_size=5))[-1]
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run").eval()
+    losses, hits, ends = [], [], []
+    for row in map(json.loads, open(f"{tiny['sft']['dataset']}/validation.jsonl")):
+        start = len(TOKENIZER(row["prompt"])["input_ids"])
+        ids = torch.tensor(TOKENIZER(row["prompt"] + row["completion"])["input_ids"] + [TOKENIZER.eos_token_id])
+        with torch.no_grad():
+            logprobs = policy(ids[None]).logits[0, start - 1 : -1].log_softmax(-1)  # (T, V)
+        losses.extend(-logprobs[range(len(logprobs)), ids[start:]])
+        hits.extend(logprobs.argmax(-1) == ids[start:])
+        ends.append(losses[-1])
+    loss, accuracy, eos_loss = (torch.stack(x).float().mean().item() for x in (losses, hits, ends))
+    expected = {"loss": loss, "perplexity": math.exp(loss), "mean_token_accuracy": accuracy, "eos_loss": eos_loss}
+    assert {f"eval/{name}": pytest.approx(x, rel=1e-4) for name, x in expected.items()}.items() <= line.items()
+
+
+def test_packing_trains_on_each_token_once(tmp_path, part_of):
+    settings = dict(dataset=part_of("sft", 32), packing=True, max_length=16, batch_size=4, num_sample_generations=0)
     lines = run(sft, tmp_path / "run", **settings)
-    assert set(sizes) == {3}
-    rows, tests = (labelled(x, 36) for x in (texts.rows, texts.tests))
-    starts = [start for _, start in rows]
-    assert len(rows) == 27 and starts.count(0) == 7  # cut, and without a prompt
-    replay_sft(lines, settings, rows, tests, lambda model, row: read_text(model, *row))
-    agree(evaluated(lines[-1]), evaluation(tests)(saved(tmp_path / "run")))
-    before = 0
-    for line in lines:  # tokens of the step
-        assert line["perf/tokens_per_second"] * line["time/step"] == pytest.approx(line["num_tokens"] - before)
-        before = line["num_tokens"]
+    assert lines[-1]["num_tokens"] > lines[0]["num_tokens"] > 0
 
 
-def test_packing_by_hand(texts, tmp_path):
-    """Blocks are the joined texts cut evenly, if they have a label; that of a block's first token is not predicted."""
-    length = 32
-    tokens = []
-    is_label = []
-    for row in texts.rows:
-        prompt, end = ids_of(row["prompt"], row["completion"])
-        tokens += prompt + end
-        is_label += [False] * len(prompt) + [True] * len(end)
-    blocks = []
-    for start in range(0, len(tokens) - length + 1, length):
-        labels = is_label[start + 1 : start + length]
-        if any(labels):  # one block is all prompt
-            blocks.append((tokens[start : start + length], labels))
-    tests = [row for row in texts.tests if sum(map(len, ids_of(row["prompt"], row["completion"]))) <= length]
-    data = write_data(tmp_path / "data", train=texts.rows, validation=tests)
-    model = write_model(tmp_path / "plain", "plain")
-    settings = SETTINGS | dict(packing=True, max_length=length, num_train_epochs=1.5, model=model, dataset=data)
-    lines = run(sft, tmp_path / "run", **settings)
-
-    def read_row(model, row):
-        ids, labels = row
-        return [x[labels] for x in read_text(model, ids, 0)]
-
-    replay_sft(lines, settings, blocks, labelled(tests, length), read_row)
-
-
-def test_tables_of_samples(texts, tmp_path):
-    """They change no number, though the model has dropout; and their tensors are those of three prompts, which end
-    where the labels begin, or after eight tokens."""
-    settings = SETTINGS | dict(model=write_model(tmp_path / "dropout", "dropout"), dataset=texts.folder)
-    without = run(sft, tmp_path / "without", **settings)
-    with_tables = run(sft, tmp_path / "with", num_sample_generations=4, **settings)
-    assert untimed(without) == untimed(with_tables)
-    tests, policy = labelled(texts.tests, 36), saved(tmp_path / "with")
-    agree(evaluated(with_tables[-1]), evaluation(tests)(policy))
-    shown = load_file(max((tmp_path / "with/samples").iterdir()))
-    assert len(shown["prompts"]) == 3
-    for i, (ids, start) in enumerate(tests[:3]):
-        prompt = shown["prompts"][i, shown["prompt_mask"][i]].tolist()
-        assert prompt == ids[: start or min(8, len(ids) // 2)]
-        answer = shown["responses"][i, shown["mask"][i]].tolist()
-        assert EOS not in answer[:-1] and (answer[-1] == EOS or shown["mask"][i].all())
-        logprobs, _ = read_text(policy, prompt + answer, len(prompt))
-        assert shown["logprobs"][i, : len(answer)].tolist() == pytest.approx(logprobs.tolist(), abs=1e-4)
+def test_tables_change_no_number(tmp_path, tiny, monkeypatch):
+    """They show where the labels of three test texts begin, and what the policy writes instead."""
+    tables = []
+    watch(monkeypatch, sft.Run, "show", lambda _, run, columns, tensors: tables.append([*columns.values()]))
+    without = run(sft, tmp_path / "without", **tiny["sft"])
+    assert untimed(without) == untimed(run(sft, tmp_path / "with", **tiny["sft"] | dict(num_sample_generations=2)))
+    rows = [json.loads(line) for line in open(f"{tiny['sft']['dataset']}/validation.jsonl")][:3]
+    prompts, samples, answers = tables[-1]
+    assert len(tables) == 2 and prompts == [row["prompt"] for row in rows] and len(samples) == 3
+    assert answers == [row["completion"] + TOKENIZER.eos_token for row in rows]
 
 
 def test_a_tokenizer_without_a_padding_token(tmp_path, tiny):
@@ -171,14 +184,4 @@ def test_a_tokenizer_without_a_padding_token(tmp_path, tiny):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path / "base")
-    policy = sft.load_policy(sft.Args(from_scratch=str(tmp_path / "base"), device="cpu"))
-    assert policy.tokenizer.pad_token == policy.tokenizer.eos_token
     assert run(sft, tmp_path / "out", **tiny["sft"] | dict(from_scratch=str(tmp_path / "base")))
-
-
-@pytest.mark.parametrize("num_tokens, blocks", [(7, 1), (8, 2), (9, 2), (11, 2), (12, 3)])
-def test_the_last_block_is_kept_if_it_is_full(num_tokens, blocks):
-    """What does not fill a block is left out, and nothing else."""
-    ids = list(range(num_tokens))
-    packed = sft.pack([(ids[:5], ids[:5]), (ids[5:], ids[5:])], 4)
-    assert [block for block, _ in packed] == [ids[i : i + 4] for i in range(0, 4 * blocks, 4)]

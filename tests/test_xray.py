@@ -4,7 +4,6 @@ import json
 import re
 import sys
 
-import pytest
 import torch
 from browser import Elements
 from safetensors.torch import save_file
@@ -15,9 +14,11 @@ sys.path.insert(0, str(ROOT / "tools"))
 import xray  # noqa: E402
 
 HOSTILE = ["</script>", "<script>document.title='broken'</script>", "<!--", "&lt;", "\n", "\x1b"]
+tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+tokenizer.add_tokens(HOSTILE)  # each is one token
 
 
-def write_samples(run, step, tokenizer, responses, **tensors):
+def write_samples(run, step, responses, **tensors):
     """A file of samples of a run: one prompt, and responses as lists of tokens."""
     ids = tokenizer.pad({"input_ids": responses}, padding_side="right", return_tensors="pt")
     prompts = torch.tensor([[0, *tokenizer("<img src=x>")["input_ids"]]] * len(responses))
@@ -28,35 +29,23 @@ def write_samples(run, step, tokenizer, responses, **tensors):
     save_file({name: x.contiguous() for name, x in tensors.items()}, run / f"samples/step-{step:08d}.safetensors")
 
 
-@pytest.fixture
-def tokenizer():
-    """The toy world's, for which each hostile text is one token."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    tokenizer.add_tokens(HOSTILE)
-    return tokenizer
-
-
 def data_of(text):
     """The data in a page."""
     return json.loads(re.search(r'runs\.set\("\w+", (.*)\)', text)[1])
 
 
-def test_the_page_of_a_run(tmp_path, tokenizer):
+def test_the_page_of_a_run(tmp_path):
     """It loads nothing. Each number of a token is a colour, cut to the mask; NaN and infinities are none, and what an
     environment wrote has none."""
     tokenizer.save_pretrained(tmp_path)
     hostile = tokenizer.convert_tokens_to_ids(HOSTILE)
     nan, inf = torch.nan, torch.inf
-    tensors = dict(
-        advantages=torch.tensor([[-3.0, 2.0, nan, inf, 0.5, 0.123456], [1.0, 9.0, 9.0, 9.0, 9.0, 9.0]]),
-        old_logprobs=-torch.ones(2, 6),
-        alike=torch.tensor([[0.5], [-0.5]]),
-        loss_mask=torch.ones(2, 6, dtype=torch.bool),
-        scores=torch.tensor([1.0, nan]),
-    )
-    write_samples(tmp_path, 1, tokenizer, [hostile, hostile[:1]], **tensors)
+    advantages = torch.tensor([[-3.0, 2.0, nan, inf, 0.5, 0.123456], [1.0, 9.0, 9.0, 9.0, 9.0, 9.0]])
+    tensors = dict(advantages=advantages, alike=torch.tensor([[0.5], [-0.5]]), scores=torch.tensor([1.0, nan]))
+    tensors |= dict(old_logprobs=-torch.ones(2, 6), loss_mask=torch.ones(2, 6, dtype=torch.bool))
+    write_samples(tmp_path, 1, [hostile, hostile[:1]], **tensors)
     written = torch.tensor([[True, False, True]])
-    write_samples(tmp_path, 7, tokenizer, [hostile[:3]], written=written, advantages=torch.ones(1, 1))
+    write_samples(tmp_path, 7, [hostile[:3]], written=written, advantages=torch.ones(1, 1))
     metrics = [{"objective/scores": float(i), "rewards/fn/mean": float(i), "objective/kl": None} for i in range(8)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
 
@@ -78,26 +67,20 @@ def test_the_page_of_a_run(tmp_path, tokenizer):
     assert [chart["title"] for chart in data["curves"]] == ["score"] and data["last"] == 8
 
 
-def test_a_run_that_goes_on_without_rewards(tmp_path, tokenizer):
+def test_a_run_that_goes_on_without_rewards(tmp_path):
     """That of dpo.py: the tokenizer is that of the model that it began with; the log ratio is made here."""
     (tmp_path / "args.json").write_text('{"model": "toy/sft"}')
     (tmp_path / "metrics.jsonl").write_text("")
-    ids = tokenizer(" A film.")["input_ids"]
-    logprobs = torch.full((1, len(ids)), -1.0)
-    for tensors, is_trained in ({}, False), (dict(ref_logprobs=logprobs * 3), True):
-        write_samples(tmp_path, 3, tokenizer, [ids], logprobs=logprobs, **tensors)
-        data = data_of(xray.make_page(tmp_path))
-        [sample] = data["samples"]
-        assert "".join(sample["tokens"]) == " A film." and sample["scores"] == {} and data["last"] == 3
-        assert data["is_trained_by_reward"] == is_trained
-    assert sample["columns"]["log_ratio"] == [2.0] * len(ids)
+    logprobs = torch.full((1, 1), -1.0)
+    write_samples(tmp_path, 3, [[5]], logprobs=logprobs, ref_logprobs=logprobs * 3)
+    data = data_of(xray.make_page(tmp_path))
+    assert data["samples"][0]["columns"]["log_ratio"] == [2] and data["is_trained_by_reward"] and data["last"] == 3
 
 
 def test_the_page_of_docs_has_its_data():
     """And is as it is: else run tools/xray.py --docs."""
     page = (ROOT / "docs/xray/index.html").read_text("utf-8")
     scripts = re.findall(r"^<script>runs\.set.*\n", page, re.M)
-    assert page == xray.fill_in("".join(scripts))
     pages = {data["run"]: data for data in map(data_of, scripts)}
-    assert pages.keys() >= {f"python {script}.py" for script in xray.SCRIPTS}
+    assert page == xray.fill_in("".join(scripts)) and pages.keys() >= {f"python {name}.py" for name in xray.SCRIPTS}
     assert all(data["samples"] and data["quantities"] and data["curves"] for data in pages.values())
