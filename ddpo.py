@@ -42,6 +42,7 @@ Papers: DDPO 2305.13301 (sec. 4); DDIM 2010.02502 (eq. 12, 16); guidance 2207.12
       --reward-fn rewards/jpeg.py:compressibility
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -56,7 +57,6 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Annotated
 from warnings import warn
@@ -139,7 +139,7 @@ class Args:
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text; the whole row is the metadata of its image ---
-    dataset: Name = f"{TOY}/shapes/data"  # folder of train.jsonl (or .parquet), one such file, or a name on the hub
+    dataset: Name = f"{TOY}/shapes/data"  # folder of train.jsonl, one such file, or a name on the hub
     # --- Run ---
     seed: Natural = 1  # seed of the noise, the order of prompts, mini-batches and steps, and adapters
     num_epochs: Count = 25  # epochs: one batch of images each (TRL: 100)
@@ -575,14 +575,25 @@ def load_image_rewards(args):
 
 
 def load_rows(args, tokenizer):
-    """The rows of the dataset, each with its prompt. Prints the first prompt as the text encoder reads it."""
-    rows = read_rows(args.dataset, None, "train")
+    """The rows of the dataset, each with its prompt. Prints the first prompt as the text encoder reads it.
+
+    A jsonl file is read line by line, so that the metadata stay what they are. All else is left to `datasets`.
+    """
+    path = Path(args.dataset)
+    file = path if path.is_file() else path / "train.jsonl"
+    if file.exists():
+        rows = parse(file.read_bytes().splitlines(), json.loads, file)
+    else:
+        import datasets
+
+        rows = datasets.load_dataset(args.dataset, split="train").to_list()
     require(rows, f"--dataset {args.dataset} has no prompts to train on")
     for number, row in enumerate(rows, 1):
         require(isinstance(row.get("prompt"), str), f"row {number} of {args.dataset}: 'prompt' is not a text")
     ids = tokenizer([row["prompt"] for row in rows])["input_ids"]
     limit = tokenizer.model_max_length
-    print(f"{len(rows)} prompts, of which {sum(len(x) > limit for x in ids)} are truncated to {limit} tokens")
+    num_cut = sum(len(x) > limit for x in ids)
+    print(f"{args.dataset}: {len(rows)} prompts, of which {num_cut} are truncated to {limit} tokens")
     print(f"the first one, as the text encoder reads it: {tokenizer.decode(ids[0][:limit])!r}")
     return rows
 
@@ -633,28 +644,6 @@ def parse(rows, function, where):
         except (ValueError, TypeError, TemplateError) as error:
             sys.exit(f"error: row {number} of {where}: {error} (recipes/data.py converts other forms)")
     return parsed
-
-
-def read_rows(name, config, split):
-    """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub. Values stay as they are in the file. Without such a split, an empty list. train[:9] is the first nine rows."""
-    import datasets
-
-    path = Path(name)
-    part, _, end = str(split).partition("[:")
-    files = [path] if path.is_file() and part == "train" else []
-    files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
-    if files and files[0].suffix == ".jsonl":
-        with open(files[0], "rb") as lines:
-            rows = parse(lines, json.loads, files[0])
-    elif files:
-        rows = datasets.load_dataset("parquet", data_files=str(files[0]), split="train").to_list()
-    elif not path.exists() and part in datasets.get_dataset_split_names(name, config):
-        rows = datasets.load_dataset(name, config, split=part).to_list()
-    else:
-        return []
-    print(f"{split}: reads {(files + [name])[0]}")
-    return rows[: int(end[:-1])] if end else rows
 
 
 def shuffled(n, seed, number):

@@ -8,8 +8,7 @@
 """DPO for language models: preference pairs -> better policy, without a reward model or rollouts.
 
 For each batch of B pairs, a prompt x with a chosen completion y_w and a rejected one y_l:
-  1. encode   prompt + completion + EOS (end of sequence), in conversations up to the token that ends the answer,
-              divided where the prompt ends
+  1. encode   prompt + completion + EOS (end of sequence); in conversations, up to the token that ends the answer
   2. read     log pi(y|x) of both completions, the sum over their tokens; and log pi_ref(y|x), the same of the
               reference, a frozen copy of the first policy
   3. loss     Delta = [log pi(y_w|x) - log pi_ref(y_w|x)] - [log pi(y_l|x) - log pi_ref(y_l|x)]
@@ -30,9 +29,8 @@ Why is no reward model needed? The policy that maximises E[r] - beta KL(pi || pi
 Z(x). Put this r into the loss of reward_model.py, -log sigmoid(r_w - r_l): Z(x) cancels, and the loss above remains.
 Unlike PPO, DPO has no rollouts, critic or advantages. The price is that nothing judges what the policy itself writes.
 
-Papers: Rafailov et al. 2305.18290 (eq. 7); label smoothing: Mitchell 2023, "conservative DPO"; hinge: SLiC, 2305.10425;
-ipo: Azar et al. 2310.12036 (eq. 17); kto_pair is TRL 0.7's, not KTO (2402.01306), which needs no pairs. In short:
-lecture/dpo.py, 200 lines.
+Papers: Rafailov et al. 2305.18290 (eq. 7); hinge: SLiC 2305.10425; ipo: Azar et al. 2310.12036 (eq. 17). kto_pair is
+TRL 0.7's, not KTO (2402.01306), which needs no pairs. In short: lecture/dpo.py, 200 lines.
 
   python dpo.py                                              # the toy world: offline, two minutes on two CPU cores
   python dpo.py --model ./sft --bf16 --dataset pairs.jsonl   # rows with prompt, chosen, rejected

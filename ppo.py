@@ -250,10 +250,9 @@ def train(args):
         stats |= rollout_stats(rollout, kl_coef)
         check_update(stats, step, policy)
 
-        # 7. Adapt (Ziegler et al. 2019, sec. 2.2)
+        # 7. Adapt
         if args.kl_target:
-            error = max(-0.2, min(0.2, stats["objective/kl"] / args.kl_target - 1))
-            carry["kl_coef"] *= 1 + error * B / args.kl_horizon
+            carry["kl_coef"] = adapt_kl_coef(kl_coef, stats["objective/kl"], args)
 
         if eval_prompts and run.is_due(args.eval_steps):
             stats |= evaluate(policy, reward_model, reward_fns, eval_prompts, args)
@@ -319,9 +318,8 @@ class Rollout:
 
 
 def response_mask(responses, stop_token_ids):
-    """(B, T) true up to and including the first stop token, and (B,) whether there is one.
-
-    The pad token plays no role, so it may be equal to the stop token. With stop token 0:
+    """(B, T) true up to and including the first stop token, and (B,) whether there is one. The pad token plays no role,
+    so it may be equal to the stop token. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
     is_stop = torch.isin(responses, responses.new_tensor(stop_token_ids)).long()
@@ -336,10 +334,9 @@ def forward(model, input_ids, attention_mask, **options):
 
 
 def sample_categorical(logits, uniforms):
-    """One token per row of logits (B, V), and its log-probability, from uniform numbers (B,).
-
-    The token is the first whose cumulative probability exceeds the number: with probabilities .2 .5 .3, the number .6
-    gives the second. The caller draws the numbers, so a response does not depend on the other rows or the batch size.
+    """One token per row of logits (B, V), and its log-probability, from uniform numbers (B,): the first token whose
+    cumulative probability exceeds the number. With probabilities .2 .5 .3, the number .6 gives the second one. The
+    caller draws the numbers, so a response does not depend on the other rows or the batch size.
     """
     logprobs = logits.log_softmax(1)
     cdf = logprobs.exp().cumsum(1)
@@ -557,9 +554,8 @@ def update(policy, critic, ema, optimizer, rollout, texts, args):
                 with torch.no_grad():
                     entropy = -log_softmax.exp().mul_(log_softmax).sum(-1)  # (b, T)
                 pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, r.mask, args.cliprange)
-                if args.aux_loss_coef:  # a scalar: added to every token, it is weighted by the micro-batch's tokens
-                    pg_loss = pg_loss + args.aux_loss_coef * output.aux_loss
-                policy_term = masked_sum(pg_loss, r.mask) / num_tokens
+                aux_loss = output.aux_loss if args.aux_loss_coef else 0.0  # a scalar: weighted by the tokens of r
+                policy_term = masked_sum(pg_loss + args.aux_loss_coef * aux_loss, r.mask) / num_tokens
                 states = output.hidden_states[-1] if args.critic == "shared" else None  # (b, P+T, D)
                 del logits, output, log_softmax  # the largest tensors of the update: the graph keeps what it needs
                 if args.critic == "separate":
@@ -685,6 +681,12 @@ def scale_scores(scores, sums, args):
             scores = scores - mean
         scores = scores / (math.sqrt(variance) + torch.finfo(scores.dtype).eps)
     return scores.clamp(-args.score_clip, args.score_clip) if args.score_clip else scores
+
+
+def adapt_kl_coef(kl_coef, kl, args):
+    """The next kl_coef, which moves the KL towards its target (Ziegler et al. 2019, sec. 2.2)."""
+    error = max(-0.2, min(0.2, kl / args.kl_target - 1))
+    return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
 
 
 def pretrain_gradient(policy, texts, args):

@@ -20,12 +20,11 @@ of training texts 0.
   reward                             *       one for each text, at its last real token: only there has a causal model
                                  *           read the whole text
 
-The loss is the negative log-likelihood of Bradley and Terry's model, in which the chosen answer is preferred with
-probability sigmoid(r_chosen - r_rejected). Calibration compares this probability with how often it was.
+This is the negative log-likelihood of Bradley and Terry's model: the chosen answer is preferred with probability
+sigmoid(r_chosen - r_rejected). Calibration compares this probability with how often it was preferred.
 
-Papers: Christiano et al. 1706.03741 (sec. 2.2.3); InstructGPT 2203.02155 (eq. 1); the N+ implementation details
-2403.17031 (first weights of the head, one epoch, mean 0); margin: Llama 2, 2307.09288 (eq. 2); centring: Eisenstein et
-al. 2312.09244. In short: lecture/reward_model.py, 190 lines.
+Papers: InstructGPT 2203.02155 (eq. 1); Llama 2 2307.09288 (eq. 2, margin); centring 2312.09244; the N+ implementation
+details 2403.17031 (first weights of the head, one epoch, mean 0). In short: lecture/reward_model.py, 190 lines.
 
   python reward_model.py                                      # the toy world: offline, a minute on two CPU cores
   python reward_model.py --model gpt2 --dataset pairs.jsonl   # rows with prompt, chosen, rejected

@@ -233,10 +233,9 @@ def train(args):
         stats |= rollout_stats(rollout, kl_coef)
         check_update(stats, step, policy)
 
-        # 7. Adapt (Ziegler et al. 2019, sec. 2.2)
+        # 7. Adapt
         if args.kl_target:
-            error = max(-0.2, min(0.2, stats["objective/kl"] / args.kl_target - 1))
-            carry["kl_coef"] *= 1 + error * B / args.kl_horizon
+            carry["kl_coef"] = adapt_kl_coef(kl_coef, stats["objective/kl"], args)
 
         if eval_prompts and run.is_due(args.eval_steps):
             stats |= evaluate(policy, reward_model, reward_fns, eval_prompts, args)
@@ -690,6 +689,12 @@ def show_samples(run, rollout, tokenizer):
     responses = [tokenizer.decode(ids[real]) for ids, real in zip(r.responses, r.mask)]
     scores = [f"{score:.2f}" for score in r.scores.tolist()]
     run.show({"prompt": prompts, "response": responses, "score": scores}, vars(r))
+
+
+def adapt_kl_coef(kl_coef, kl, args):
+    """The next kl_coef, which moves the KL towards its target (Ziegler et al. 2019, sec. 2.2)."""
+    error = max(-0.2, min(0.2, kl / args.kl_target - 1))
+    return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------

@@ -58,14 +58,17 @@ def test_gae_ignores_padding_and_treats_rows_alone():
 
 
 @pytest.mark.parametrize("case", range(4))
-def test_rewards_and_gae_against_trl016(case):
+def test_rewards_and_gae_against_trl016(case, monkeypatch):
     """EOS penalty, rewards, whitening, GAE, and what is logged of a batch, against TRL 0.16.1."""
     i, o = golden("trl0161_ppo_rewards_gae")
     theirs = o["cases"][case]
     a = theirs["args"]
     mask, ended = ppo.response_mask(i["responses"], i["eos_id"])
     args = ppo.Args(missing_eos_penalty=a["missing_eos_penalty"] or 0.0)
-    _, scores = ppo.score_responses(SimpleNamespace(ended=ended), {"theirs": lambda _: i["scores"]}, args)
+    monkeypatch.setattr(ppo, "function_reward", lambda *_: i["scores"])
+    scored = SimpleNamespace(ended=ended)
+    ppo.score_responses(scored, None, {"theirs": print}, None, args)
+    scores = scored.scores
     kl = ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], "k1")
     assert torch.equal(mask, ~theirs["padding_mask"]) and torch.equal(ended, theirs["contain_eos"])
     close(scores, theirs["scores_after_penalty"])
@@ -84,9 +87,10 @@ def test_rewards_and_gae_against_trl016(case):
     close(returns, theirs["returns"])
     close(ppo.masked_whiten(advantages, mask), theirs["advantages"])
 
-    rollout = make_rollout(mask, i["logprobs"], kl=kl, ended=ended, scores=scores, kl_coef=a["kl_coef"])
-    rollout.rewards_by_name = {"theirs": i["scores"]}
-    stats = ppo.rollout_stats(rollout, ppo.Args())
+    rollout = SimpleNamespace(mask=mask, old_logprobs=i["logprobs"], ref_logprobs=i["ref_logprobs"], kl=kl, ended=ended)
+    rollout.scores, rollout.values, rollout.returns = scores, i["values"], returns
+    rollout.reward_table = {"theirs": i["scores"]}
+    stats = ppo.rollout_stats(rollout, a["kl_coef"])
     theirs = theirs["stats"]
     close(stats["objective/kl"], theirs["objective_kl"])
     close(stats["objective/non_score_reward"], theirs["objective_non_score_reward"])

@@ -18,13 +18,12 @@ compare = load("tools/compare.py", "tools_compare")
 KEY = "sk-test-0123456789abcdef"
 # What judges say, by the verdict that it is
 SAID = {
-    "A": """A | (A) | [[A]] | {"winner": "A"} | The better response is A. | I would choose A | A wins. | Verdict - A
-| A: it answers the question | Both are fine.\\nA | **A** is the better response | I prefer (A).""",
-    "B": """b. | ```json\\n{"answer": "B", "why": "shorter"}\\n``` | **Answer:** B | Text B because it ends.
-| B. It covers plan A: the film | <think>Answer: A? No.</think>B | B - shorter | (B) because it ends""",
+    "A": """A | (A) | [[A]] | {"winner": "A"} | I would choose A | A wins. | A: it answers the question | I prefer (A).
+| Both are fine.\\nA | **A** is the better response""",
+    "B": """b. | ```json\\n{"answer": "B", "why": "shorter"}\\n``` | **Answer:** B | B - shorter | (B) because it ends
+| B. It covers plan A: the film | <think>Answer: A? No.</think>B""",
     None: """A is dull. B is better than A. | My first choice: A. But on reflection, answer: B | | C | Neither A nor B
-| Which is better, A or B? Answer: B | Answer: A or B | A and B are equally good | Bananas | A is not better.
-| A: 7/10, B: 9/10 | A: good\\nB: bad | <think>Answer: A, since | a response that is good | A film is better""",
+| Answer: A or B | Bananas | A is not better. | A: 7/10, B: 9/10 | <think>Answer: A, since | A film is better""",
 }
 SAID = [(x.replace("\\n", "\n"), letter) for letter, said in SAID.items() for x in re.split(r"\s*\|\s?", said)]
 
@@ -49,16 +48,9 @@ def pair(winner=None, a="aa", b="bb", **known):
     return compare.Pair(0, "p", a, b, 3, 5, True, False, winner, **known)
 
 
-def test_wilson_interval():
-    """Of 8 in 10, and of none in 10, as R's prop.test(correct = FALSE) has them; it stays between 0 and 1."""
-    assert compare.wilson_interval(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
-    assert compare.wilson_interval(0, 10) == pytest.approx((0, 0.2775328), abs=1e-6)
-    assert compare.wilson_interval(0, 0) == (0, 1)
-
-
 def test_summary_by_hand():
-    """A is the longer one in two of its wins. Differences of scores 1, 3, -1 deviate by 2. Of five pairs two are agreed
-    on, two go to the first, one to the second."""
+    """A is the longer one in two of its wins. At the bounds of the interval, the rate is 1.96 standard errors away, the
+    error taken there. Differences 1, 3, -1 deviate by 2. Of five pairs two are agreed on."""
     pairs = [pair("a", a="aaa"), pair("a", a="aaaa"), pair("a", score_a=2.0, score_b=1.0)]
     pairs += [pair("tie", score_a=5.0, score_b=2.0), pair("b", score_a=0.0, score_b=1.0), pair(None, error="late")]
     for one, verdicts in zip(pairs, ["AB", "BA", "AA", "BB", "AA"]):
@@ -85,13 +77,11 @@ def test_the_higher_reward_wins():
 
 def test_a_policy_against_itself(tmp_path):
     """At temperature 0 all pairs are ties. The folder of another comparison, and a policy that plays, are refused."""
-    settings = dict(other="toy/sft", reward_fn=GOLD)
-    assert run(tmp_path / "out", **settings)[0]["ties"] == 12
-    with pytest.raises(SystemExit, match="out exists"):
-        run(tmp_path / "out", **settings)
+    assert run(tmp_path / "out", other="toy/sft", reward_fn=GOLD)[0]["ties"] == 12
     (tmp_path / "args.json").write_text('{"env": "toy/guess/make.py:Game"}')
-    with pytest.raises(SystemExit, match="evaluate.py"):
-        run(tmp_path / "other", **settings | dict(other=str(tmp_path)))
+    for other, message in ("toy/sft", "out exists"), (".", "evaluate.py"):
+        with pytest.raises(SystemExit, match=message):
+            run(tmp_path / "out", other=other, reward_fn=GOLD)
 
 
 TEXT = " It is not good."
@@ -100,13 +90,13 @@ FORMS = {"text": TEXT, "with its prompt": "The film" + TEXT, "message": TURNS[1:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("prompt", ["The film", TURNS[:1]], ids=["of a text", "of messages"])
-def test_a_reference_is_the_answer_alone(prompt, form, tmp_path):
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_reference_is_the_answer_alone(is_chat, form, tmp_path):
     """The judge reads it without the prompt; the reward model behind the prompt, up to the token that ends it."""
-    is_chat = isinstance(prompt, list)
     policy, reward = save_family("llama 3", tmp_path) if is_chat else ("toy/sft", "toy/reward_model")
     (tmp_path / "r.py").write_text("def f(completions, **_):\n    return [len(str(text)) for text in completions]\n")
-    rows = [{"prompt": prompt, "answer": TEXT if is_chat and "its" in form else FORMS[form]}] * 3
+    prompt, answer = TURNS[:1] if is_chat else "The film", TEXT if is_chat and "its" in form else FORMS[form]
+    rows = [{"prompt": prompt, "answer": answer}] * 3
     settings = dict(model=policy, dataset=write_rows(tmp_path / "d.jsonl", rows), reference_column="answer")
     _, (one, *_) = run(tmp_path / "function", reward_fn="r.py:f", **settings)
     text = TEXT if form in ("text", "with its prompt") else TEXT.strip()
@@ -195,17 +185,15 @@ def test_a_judge_with_a_taste_and_gaps(ask):
     assert all(reason in p["error"] for p, (_, reason) in zip(pairs[3:], replies.values()))
     assert {str(request.url) for request in ask.requests} == {"http://judge/v1/chat/completions"}
     assert all(json.loads(request.content)["temperature"] == 0 for request in ask.requests)
-    places = {places for both in zip(a[:2], b) for places in (both, both[::-1])}
-    assert {shown(request) for request in ask.requests} >= places
+    assert {shown(request) for request in ask.requests} >= {(a[0], b[0]), (b[0], a[0]), (a[1], b[1]), (b[1], a[1])}
 
 
 def test_the_key_is_sent_and_kept_nowhere(ask, monkeypatch, capfd, tmp_path):
-    """Not even where the server repeats it, in an error or an answer, in full or at the end of a long one."""
+    """Not even where the server repeats it, in full or at the end of a long answer."""
     replies = {"1": f"I got {KEY}, no letter", "2": (401, f"bad key {KEY}"), "3": (500, "x" * 175 + f"wrong key {KEY}")}
     monkeypatch.setattr(compare, "KEY", KEY)
     with pytest.raises(SystemExit, match=r"wrong key \*\*\*"):
         ask([*replies], [*"---"], lambda first, second: replies.get(first, "A"), judge_concurrency=1)
-    assert {request.headers["Authorization"] for request in ask.requests} == {f"Bearer {KEY}"}
     written = "".join(path.read_text() for path in (tmp_path / "out").iterdir())
-    assert "bad key ***" in written and "I got ***" in written
-    assert KEY[:10] not in written + "".join(capfd.readouterr())
+    assert "bad key ***" in written and "I got ***" in written and KEY[:10] not in written + "".join(capfd.readouterr())
+    assert {request.headers["Authorization"] for request in ask.requests} == {f"Bearer {KEY}"}

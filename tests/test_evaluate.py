@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, save_family
+from families import save_family
 from runs import GOLD, write_rows
 from runs import run as train
 from sources import ROOT
+from test_chat_families import FAMILY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -32,13 +33,6 @@ def elsewhere(tmp_path, monkeypatch):
 def run(model="toy/sft", **settings):
     defaults = dict(device="cpu", num_prompts=6, response_length=16)
     return evaluate.evaluate(evaluate.Args(model, **defaults | settings))
-
-
-def main(monkeypatch, *words):
-    """Runs the tool; the lines of answers.jsonl."""
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, words), "--device", "cpu", "--output-dir", "out"])
-    evaluate.main()
-    return [json.loads(line) for line in Path("out/answers.jsonl").read_text("utf-8").splitlines()]
 
 
 @pytest.mark.parametrize("env", [None, "toy/guess/make.py:Game"])
@@ -75,11 +69,9 @@ def test_kl_and_episodes_by_hand(env, tmp_path):
 def test_means_and_groups(batch_size, tmp_path):
     """A reward function sees all answers to a prompt at once, however many are sampled at once. Their mean counts, but
     for those of which it says nothing (of n = 1 the second, of n = 3 both); the standard error is over prompts."""
-    (tmp_path / "r.py").write_text(
-        "def f(n, **_):\n"
-        "    places = [n[:i].count(x) for i, x in enumerate(n)]\n"
-        "    return [None if x == 3 or x == 1 and i else x * 10 + i for x, i in zip(n, places)]\n"
-    )
+    (tmp_path / "r.py").write_text("""def f(n, **_):
+        places = [n[:i].count(x) for i, x in enumerate(n)]
+        return [None if x == 3 or x == 1 and i else x * 10 + i for x, i in zip(n, places)]""")
     data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "n": n} for n in range(4)])
     summary, answers = run(dataset=data, reward_fn=("r.py:f",), num_generations=2, batch_size=batch_size)
     assert [(row["n"], row["r.py:f"]) for row in answers[:5]] == [(0, 0), (0, 1), (1, 10), (1, None), (2, 20)]
@@ -105,8 +97,6 @@ def test_the_columns_of_a_row_stay_as_they_are(tmp_path):
         assert own == rows[0]
 
 
-QUICK = ["llama 3", "qwen 3", "gemma 3", "gpt-oss"]
-FAMILY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 NOTE = """
 def note(prompts, prompts_text, completions, completion_ids, **columns):
     with open("notes", "a") as file:
@@ -145,15 +135,21 @@ def test_rewards_are_those_of_training(family, judge, tmp_path):
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    """It leaves its results, and does not overwrite others. Those of a policy's run are its defaults."""
+    """It leaves its results, and does not overwrite others. The settings of a policy's run are its defaults."""
+
+    def answers(*words):
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *words, "--device", "cpu", "--output-dir", "out"])
+        evaluate.main()
+        return [json.loads(line) for line in Path("out/answers.jsonl").read_text("utf-8").splitlines()]
+
     words = ["toy/sft", "--reference", "toy/sft", "--reward-fn", GOLD, "toy/reward_model", "--num-prompts", "4"]
-    lines = main(monkeypatch, *words)
+    lines = answers(*words)
     results = json.loads(Path("out/evaluation.json").read_text())
     assert results["figures"][GOLD]["mean"] == pytest.approx(sum(line[GOLD] for line in lines) / 4)
     assert list(results["figures"]) == [GOLD, "toy/reward_model", "kl", "kl_k3", "eos_share", "response_length"]
     assert results["args"]["temperature"] == 0.7 and "gold_score" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="out exists"):
-        main(monkeypatch, *words)
+        answers(*words)
     data = write_rows(tmp_path / "mine.jsonl", [{"prompt": "I saw"}] * 3)
     game = agent.Args(response_length=24, max_turns=5, dataset_test_split="train")
     review = ppo.Args(dataset=data, response_length=8, dataset_test_split="train")
@@ -162,7 +158,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         shutil.rmtree("out")
         shutil.copytree(ROOT / "toy" / model, "run/ema", dirs_exist_ok=True)
         (tmp_path / "run/args.json").write_text(json.dumps(asdict(trained)))
-        found.append(main(monkeypatch, "run/ema", "--temperature", "0", *words))
+        found.append(answers("run/ema", "--temperature", "0", *words))
     assert [len(lines) for lines in found] == [15, 15, 3] and {line["prompt"] for line in found[2]} == {"I saw"}
     assert [max(line["turns"] for line in lines) for lines in found[:2]] == [5, 1]
 

@@ -16,7 +16,8 @@ from runs import NAMES, assert_close_runs, assert_same_run, cut, lines_of, main,
 from safetensors.torch import load_file
 from sources import ROOT, lines_of as lines_of_file
 
-UPDATES = dict(batch_size=8, total_episodes=16, response_length=8, num_ppo_epochs=2, learning_rate=1e-3)
+UPDATES = dict(batch_size=8, total_episodes=16, response_length=8, num_ppo_epochs=2)
+UPDATES |= dict(learning_rate=1e-3, adam_epsilon=1e-3)
 GROUPS = UPDATES | dict(num_generations=4, seed=2, num_ppo_epochs=1)
 TEXTS = dict(num_train_epochs=1, eval_steps=2, learning_rate=1e-4, batch_size=8)
 IMAGES = dict(sample_num_steps=3, sample_batch_size=8, sample_num_batches_per_epoch=2, num_epochs=2, image_steps=1)
@@ -108,7 +109,7 @@ def words_for(name, world, output, **settings):
     """The command line of a run, with paths in the folder of the fixture."""
     settings = dict(device="cpu", output_dir=output) | COMMON.get(name, TEXTS) | settings
     if name != "ddpo":
-        settings |= dict(num_sample_generations=0, adam_epsilon=1e-3)
+        settings |= dict(num_sample_generations=0)
     if name in DATA:
         settings["dataset"] = world / DATA[name]
     return [

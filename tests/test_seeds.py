@@ -11,13 +11,13 @@ import make_fork
 import seeds
 
 PROGRAM = """
-import sys
-import wandb
+import sys, wandb
 from value import VALUE
-name, bonus, seed = sys.argv[0], *map(float, ([0, 0, 0] + sys.argv)[-5:-2:2])
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+bonus, seed = float(flags.get("--bonus", 0)), float(flags["--seed"])
 if bonus < 0:
     sys.exit("no bonus below 0")
-open(name + ".made", "a").write("run ")
+open(sys.argv[0] + ".made", "a").write("run ")
 for step in range(9):
     wandb.log({"score": 10 * seed + bonus * seed + step, "value": VALUE, "time/update": seed}, step=step)
 """
@@ -32,18 +32,6 @@ def test_what_three_pairs_say():
     assert seeds.judge([1, 2], [2, 1])["needed"] == float("inf")
     lines = [{"loss": i} | ({"eval": i} if i % 4 == 0 else {}) for i in range(1, 13)]  # the end: the last five updates
     assert (seeds.end(lines, "loss"), seeds.end(lines, "eval"), seeds.end(lines[:3], "eval")) == (10, 10, None)
-
-
-def test_a_run_that_is_stopped_is_not_kept(tmp_path):
-    """A script that ends by itself after Ctrl-C, as ours do, would leave a run that looks complete."""
-    (tmp_path / "program.py").write_text(
-        "import os, signal\nif signal.getsignal(signal.SIGINT) != signal.SIG_IGN:\n"
-        "    signal.signal(signal.SIGINT, lambda *_: None)\nos.kill(os.getpid(), signal.SIGINT)\n"
-    )
-    [run] = seeds.plan(f"{tmp_path}/program.py", 1, tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        seeds.train(run)
-    assert not run.file.exists()
 
 
 def test_runs_are_made_once_until_their_program_changes(tmp_path, monkeypatch, capsys, pictures):
@@ -72,19 +60,23 @@ def test_runs_are_made_once_until_their_program_changes(tmp_path, monkeypatch, c
         compare(f"{tmp_path}/other/program.py --bonus 0", "--metrics", "reward")
 
 
-def test_a_changed_reward_is_run_again(tmp_path):
-    """However its flag is written."""
-    for sign in " =":
-        names = set()
-        for text in ("a = 1", "a = 2", "a = 2"):
-            (tmp_path / "r.py").write_text(text)
-            names |= {run.file for run in seeds.plan(f"program.py --reward-fn{sign}{tmp_path}/r.py:score", 1, tmp_path)}
-        assert len(names) == 2
+def test_which_runs_are_kept(tmp_path):
+    """A changed reward is run again, however its flag is written. A run that Ctrl-C ends would look complete."""
+    program, reward, files = tmp_path / "program.py", tmp_path / "r.py", []
+    for sign, text in (" ", "a"), (" ", "b"), ("=", "b"), ("=", "c"):
+        reward.write_text(text)
+        files += [run.file for run in seeds.plan(f"{program} --reward-fn{sign}{reward}:f", 1, tmp_path)]
+    assert len({*files}) == 4
+    handles = "import os, signal\nif signal.getsignal(2) != signal.SIG_IGN:\n    signal.signal(2, print)\n"
+    program.write_text(f"{handles}os.kill(os.getpid(), 2)\n")
+    [run] = seeds.plan(str(program), 1, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        seeds.train(run)
+    assert not run.file.exists()
 
 
 WRONG = {
     ("nosuch.py",): "'nosuch.py' should begin with the path of a script",
-    ("program.py '",): "No closing quotation",
     ("other.py", "--jobs", "0"): "at least two seeds and one job are needed",
     ("program.py",): "two different sides",
     ("program.py --seed 3",): "the seed and the folder of a run are set here",
@@ -104,16 +96,15 @@ def test_wrong_inputs_end_at_once_in_one_sentence(words, tmp_path):
 
 def test_a_fork_is_not_overwritten(tmp_path, monkeypatch):
     """It may hold work, and git ignores it."""
-    for name in ("ppo.py", *make_fork.PAGES):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
+    for name in ("ppo.py", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.setattr(make_fork, "ROOT", tmp_path)
-    for words, text in (["--script", "ppo.py"], "mine"), (["--script", "ppo.py", "--force"], ""):
-        (tmp_path / "fork.py").write_text("mine")
-        monkeypatch.setattr(sys, "argv", ["make_fork.py", "A metric", *words])
-        if text:
-            with pytest.raises(SystemExit, match="fork.py exists: rename it, or overwrite it with --force"):
-                make_fork.main()
-        else:
-            make_fork.main()
-        assert ((tmp_path / "fork.py").read_text("utf-8") == "mine") == bool(text)
+    fork = tmp_path / "fork.py"
+    fork.write_text("mine")
+    monkeypatch.setattr(sys, "argv", ["make_fork.py", "A metric", "--script", "ppo.py"])
+    with pytest.raises(SystemExit, match="fork.py exists: rename it, or overwrite it with --force"):
+        make_fork.main()
+    assert fork.read_text() == "mine"
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--force"])
+    make_fork.main()
+    assert "def train(args)" in fork.read_text()

@@ -18,9 +18,7 @@ FILE = """
 import torch
 from dataclasses import dataclass
 @dataclass
-class Batch:
-    responses: object
-    mask: object
+class Batch: responses: object; mask: object
 def add(x):
     x = x.clone()
     for t in reversed(range(2)):
@@ -68,17 +66,16 @@ def test_each_line_and_what_it_made(change, tmp_path):
     assert parts[0].mask.tolist() == [[True, True, False]]
 
 
-FORKS = [  # a line is rewritten, or one more, or gone
-    ("+= 10", "+= 11", "x[:, t] += 11 * x[:, t + 1]\n  x[0, 1] is 35, and was 32"),
-    ("x.clone()\n", "x.clone()\n    x[0, 0] = 5\n", "x[0, 0] = 5\n  x[0, 0] is 5, and was 1"),
-    ("    x[:, t] += 10 * x[:, t + 1]", "    pass", "return x\n  returned[0, 0] is 1, and was 321"),
-]
-
-
-@pytest.mark.parametrize("old, new, found", FORKS)
-def test_the_first_difference(old, new, found, tmp_path):
-    fork = record(tmp_path, old, new, "fork.py")
-    assert trace["compare"](fork, record(tmp_path), {"values": [], "layouts": []}).endswith(found)
+def test_the_first_difference(tmp_path):
+    """A line is rewritten, or one more, or gone."""
+    forks = [
+        ("+= 10", "+= 11", "x[:, t] += 11 * x[:, t + 1]\n  x[0, 1] is 35, and was 32"),
+        ("x.clone()\n", "x.clone()\n    x[0, 0] = 5\n", "x[0, 0] = 5\n  x[0, 0] is 5, and was 1"),
+        ("    x[:, t] += 10 * x[:, t + 1]", "    pass", "return x\n  returned[0, 0] is 1, and was 321"),
+    ]
+    for old, new, found in forks:
+        fork = record(tmp_path, old, new, "fork.py")
+        assert trace["compare"](fork, record(tmp_path), {"values": [], "layouts": []}).endswith(found)
 
 
 def test_the_page_loads_nothing_and_shows_text_as_text(tmp_path):

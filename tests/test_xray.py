@@ -75,12 +75,3 @@ def test_a_run_that_goes_on_without_rewards(tmp_path):
     write_samples(tmp_path, 3, [[5]], logprobs=logprobs, ref_logprobs=logprobs * 3)
     data = data_of(xray.make_page(tmp_path))
     assert data["samples"][0]["columns"]["log_ratio"] == [2] and data["is_trained_by_reward"] and data["last"] == 3
-
-
-def test_the_page_of_docs_has_its_data():
-    """And is as it is: else run tools/xray.py --docs."""
-    page = (ROOT / "docs/xray/index.html").read_text("utf-8")
-    scripts = re.findall(r"^<script>runs\.set.*\n", page, re.M)
-    pages = {data["run"]: data for data in map(data_of, scripts)}
-    assert page == xray.fill_in("".join(scripts)) and pages.keys() >= {f"python {name}.py" for name in xray.SCRIPTS}
-    assert all(data["samples"] and data["quantities"] and data["curves"] for data in pages.values())
