@@ -152,7 +152,7 @@ class Args:
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
     # --- Batch sizes ---
     batch_size: Count = 64  # responses per update, on all GPUs together
-    # responses per forward and backward pass; only bnpo depends on it. By default 32 on a CPU, 8192 tokens on a GPU
+    # responses per forward and backward pass; only bnpo depends on it. By default 2048 tokens on a CPU, 8192 on a GPU
     micro_batch_size: Count | None = None
     # TRL's way to set both: micro_batch_size is this; batch_size, this x accumulation x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
@@ -306,9 +306,8 @@ class Rollout:
 
 
 def response_mask(responses, stop_token_ids):
-    """(B, T) true up to and including the first stop token, and (B,) whether there is one.
-
-    The pad token plays no role, so it may be equal to the stop token. With stop token 0:
+    """(B, T) true up to and including the first stop token, and (B,) whether there is one. The pad token plays no role,
+    so it may be equal to the stop token. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
     is_stop = torch.isin(responses, responses.new_tensor(stop_token_ids)).long()
@@ -323,10 +322,9 @@ def forward(model, input_ids, attention_mask, **options):
 
 
 def sample_categorical(logits, uniforms):
-    """One token per row of logits (B, V), and its log-probability, from uniform numbers (B,).
-
-    The token is the first whose cumulative probability exceeds the number: with probabilities .2 .5 .3, the number .6
-    gives the second. The caller draws the numbers, so a response does not depend on the other rows or the batch size.
+    """One token per row of logits (B, V), and its log-probability, from uniform numbers (B,): the first token whose
+    cumulative probability exceeds the number. With probabilities .2 .5 .3, the number .6 gives the second one. The
+    caller draws the numbers, so a response does not depend on the other rows or the batch size.
     """
     logprobs = logits.log_softmax(1)
     cdf = logprobs.exp().cumsum(1)
@@ -816,7 +814,9 @@ def load_models(args, needs_reference=True):
 
 def choose_sizes(args, policy, prompts, k):
     """Returns the settings with learning rate and batch sizes filled in, and prints them. k: responses to a prompt."""
-    longest = max(len(row["input_ids"]) for row in prompts) + args.response_length
+    require(prompts, f"--dataset {args.dataset} has no prompts to train on")
+    prompt_length = max(len(row["input_ids"]) for row in prompts)
+    longest = prompt_length + args.response_length
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", longest)
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
     size = policy.num_parameters()
@@ -826,7 +826,8 @@ def choose_sizes(args, policy, prompts, k):
     parts = args.num_mini_batches * WORLD_SIZE
     per_device = args.per_device_train_batch_size
     batch_size = per_device * args.gradient_accumulation_steps * parts if per_device else args.batch_size
-    rows = 32 if args.device == "cpu" else max(1, 8192 // longest)
+    tokens_of_a_row = args.response_length + prompt_length // k  # a prompt is read once for its k rows
+    rows = max(1, (2048 if args.device == "cpu" else 8192) // tokens_of_a_row)
     rows = args.micro_batch_size or per_device or (rows // k * k or rows)  # whole groups, if one fits
     num_updates = args.total_episodes // batch_size
     is_whole = batch_size % parts == batch_size % (k * WORLD_SIZE) == 0 < num_updates

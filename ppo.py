@@ -638,13 +638,14 @@ def rollout_stats(rollout, kl_coef):
 
 def evaluate(policy, reward_model, reward_fns, prompts, args):
     """Scores likely answers to the test prompts, sampled at temperature .01 as for TRL's tables."""
-    rows = (prompts * WORLD_SIZE)[: len(prompts) + -len(prompts) % WORLD_SIZE]  # equally many for each process
+    N = len(prompts)
+    rows = (prompts * WORLD_SIZE)[: N + -N % WORLD_SIZE]  # equally many for each process
     rollout = sample_batch(policy, rows, replace(args, temperature=0.01, response_length_min=None))
     score_responses(rollout, reward_model, reward_fns, policy.tokenizer, args)
-    stats = {f"eval/rewards/{name}/mean": x.nanmean().item() for name, x in rollout.reward_table.items()}
-    stats["eval/scores"] = rollout.scores.mean().item()
-    stats["eval/eos_share"] = rollout.ended.float().mean().item()
-    stats["eval/response_length"] = rollout.mask.sum(1).float().mean().item()
+    stats = {f"eval/rewards/{name}/mean": x[:N].nanmean().item() for name, x in rollout.reward_table.items()}
+    stats["eval/scores"] = rollout.scores[:N].mean().item()
+    stats["eval/eos_share"] = rollout.ended[:N].float().mean().item()
+    stats["eval/response_length"] = rollout.mask[:N].sum(1).float().mean().item()
     return stats
 
 

@@ -161,12 +161,14 @@ def train(args):
     run = Run(args, num_steps, optimizer, schedule, carry, model=model)
     model.config.reward_bias = carry["reward_bias"]
     for step in run.steps():
-        set_seed(make_seed(args.seed, step, RANK))  # of dropout
+        set_seed(make_seed(args.seed, step, 0))  # all processes drop the same EOS
 
         # 1. Encode: load_pairs did, but some texts may lose their end
         batch = [pairs[i] for i in batches[step - 1]]
         if args.eos_dropout:
             batch = drop_eos(batch, model.tokenizer, args.eos_dropout)
+        if RANK:
+            set_seed(make_seed(args.seed, step, RANK))  # of dropout, which differs between processes
 
         # 2. Read, 3. loss, and 4. update
         with run.clock("step"):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbers_of_others import MASK, close, golden, make_rollout, names, randn, spoil
+from numbers_of_others import MASK, close, golden, names, randn, spoil
 
 import grpo
 import ppo

@@ -95,8 +95,8 @@ def test_a_reference_is_the_answer_alone(is_chat, form, tmp_path):
     """The judge reads it without the prompt; the reward model behind the prompt, up to the token that ends it."""
     policy, reward = save_family("llama 3", tmp_path) if is_chat else ("toy/sft", "toy/reward_model")
     (tmp_path / "r.py").write_text("def f(completions, **_):\n    return [len(str(text)) for text in completions]\n")
-    prompt, answer = TURNS[:1] if is_chat else "The film", TEXT if is_chat and "its" in form else FORMS[form]
-    rows = [{"prompt": prompt, "answer": answer}] * 3
+    answer = TEXT if is_chat and "its" in form else FORMS[form]
+    rows = [{"prompt": TURNS[:1] if is_chat else "The film", "answer": answer}] * 3
     settings = dict(model=policy, dataset=write_rows(tmp_path / "d.jsonl", rows), reference_column="answer")
     _, (one, *_) = run(tmp_path / "function", reward_fn="r.py:f", **settings)
     text = TEXT if form in ("text", "with its prompt") else TEXT.strip()

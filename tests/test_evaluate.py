@@ -46,7 +46,7 @@ def test_kl_and_episodes_by_hand(env, tmp_path):
     reference.save_pretrained("other")
     tokenizer.save_pretrained("other")
     settings = dict(env=env, dataset="toy/guess/data/prompts", split="train", temperature=0.5, num_generations=2)
-    summary, answers = run("toy/guess/sft", reference="other", response_length=30, batch_size=4, **settings)
+    _, answers = run("toy/guess/sft", reference="other", response_length=30, batch_size=4, **settings)
     for row in answers:
         text = row["response"] if env else row["response"] + tokenizer.eos_token * int(row["eos_share"])
         said = re.split("[«»]", text)
@@ -75,8 +75,7 @@ def test_means_and_groups(batch_size, tmp_path):
     data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "n": n} for n in range(4)])
     summary, answers = run(dataset=data, reward_fn=("r.py:f",), num_generations=2, batch_size=batch_size)
     assert [(row["n"], row["r.py:f"]) for row in answers[:5]] == [(0, 0), (0, 1), (1, 10), (1, None), (2, 20)]
-    means = torch.tensor([0.5, 10.0, 20.5])
-    assert summary.loc["r.py:f"].tolist() == pytest.approx([means.mean().item(), means.std().item() / 3**0.5])
+    assert summary.loc["r.py:f"].tolist() == pytest.approx([31 / 3, (1201 / 12 / 3) ** 0.5])  # of .5, 10 and 20.5
     assert summary.loc["pass@2", "mean"] == 1
 
 

@@ -50,7 +50,9 @@ def fork(tmp_path, monkeypatch, tiny):
         monkeypatch.setattr(sys, "argv", ["make_fork.py", name, "--script", "ppo.py"])
         main()
         module = load(tmp_path / "fork.py", "forked")
-        settings = tiny["ppo"] | dict(total_episodes=8, model=f"{ROOT}/toy/sft", reward_model=f"{ROOT}/toy/reward_model")
+        settings = tiny["ppo"] | dict(
+            total_episodes=8, model=f"{ROOT}/toy/sft", reward_model=f"{ROOT}/toy/reward_model"
+        )
         return run(module, tmp_path / "run", **settings)[0], run(ppo, tmp_path / "plain", **settings)[0]
 
     return make

@@ -367,7 +367,9 @@ def test_tokens_and_draws_are_counted(tmp_path, tiny, monkeypatch):
     drawn, read = [], []
     watch(monkeypatch, grpo, "sample_batch", lambda r, *_: drawn.append([row["prompt"] for row in r.rows[::4]]))
     watch(monkeypatch, grpo, "update", lambda _, policy, optimizer, r, args: read.append(r.joined()[1].sum()))
-    *_, last = run(grpo, tmp_path / "out", **settings | dict(dataset_test_split="none", save_steps=3, save_total_limit=1))
+    *_, last = run(
+        grpo, tmp_path / "out", **settings | dict(dataset_test_split="none", save_steps=3, save_total_limit=1)
+    )
     assert len(drawn) == 9 and last["sampled_batches"] == 3
     assert last["num_tokens"] == sum(read)
     main(grpo, "--resume", tmp_path / "out", "--total-episodes", 32)

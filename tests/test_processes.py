@@ -179,7 +179,8 @@ def test_interrupted_and_resumed(runs):
     assert_same_run(runs / "early", runs / "whole")
 
 
-def test_one_process_goes_on_as_two_and_two_as_one(runs):
+def test_one_process_goes_on_as_two_and_two_as_one(runs, world):
+    (world / "reward.py.None").touch()  # stops_once has stopped
     alone = cut(runs / "whole", runs / "two-to-one", 1)
     main("ppo", "--resume", alone, "--zero-stage", 0)
     assert_close_runs(alone, runs / "whole", edge=0.02)

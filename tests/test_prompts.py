@@ -114,7 +114,9 @@ def test_a_micro_batch_has_the_rows_of_a_group_side_by_side():
         assert [part.tolist() for part in parts] == [[3, 4, 5], [0, 1, 2], [6, 7, 8]]
 
 
-@pytest.mark.parametrize("settings, rows", [(dict(), 32), (dict(num_generations=12), 24), (dict(num_generations=40), 32)])
+@pytest.mark.parametrize(
+    "settings, rows", [(dict(), 32), (dict(num_generations=12), 24), (dict(num_generations=40), 32)]
+)
 def test_micro_batches_hold_whole_groups_if_one_fits(settings, rows):
     args = grpo.Args(device="cpu", batch_size=480, **settings)
     prompts = [{"input_ids": [5] * 20}]

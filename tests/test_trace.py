@@ -67,8 +67,7 @@ def test_each_line_and_what_it_made(change, tmp_path):
 
 
 def test_the_first_difference(tmp_path):
-    """A line is rewritten, or one more, or gone."""
-    forks = [
+    forks = [  # a line is rewritten, or one more, or gone
         ("+= 10", "+= 11", "x[:, t] += 11 * x[:, t + 1]\n  x[0, 1] is 35, and was 32"),
         ("x.clone()\n", "x.clone()\n    x[0, 0] = 5\n", "x[0, 0] = 5\n  x[0, 0] is 5, and was 1"),
         ("    x[:, t] += 10 * x[:, t + 1]", "    pass", "return x\n  returned[0, 0] is 1, and was 321"),

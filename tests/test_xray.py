@@ -39,8 +39,8 @@ def test_the_page_of_a_run(tmp_path):
     environment wrote has none."""
     tokenizer.save_pretrained(tmp_path)
     hostile = tokenizer.convert_tokens_to_ids(HOSTILE)
-    nan, inf = torch.nan, torch.inf
-    advantages = torch.tensor([[-3.0, 2.0, nan, inf, 0.5, 0.123456], [1.0, 9.0, 9.0, 9.0, 9.0, 9.0]])
+    nan = torch.nan
+    advantages = torch.tensor([[-3.0, 2.0, nan, torch.inf, 0.5, 0.123456], [1.0, 9.0, 9.0, 9.0, 9.0, 9.0]])
     tensors = dict(advantages=advantages, alike=torch.tensor([[0.5], [-0.5]]), scores=torch.tensor([1.0, nan]))
     tensors |= dict(old_logprobs=-torch.ones(2, 6), loss_mask=torch.ones(2, 6, dtype=torch.bool))
     write_samples(tmp_path, 1, [hostile, hostile[:1]], **tensors)
@@ -58,8 +58,7 @@ def test_the_page_of_a_run(tmp_path):
     first, second, third = data["samples"]
     assert first["tokens"] == HOSTILE and second["tokens"] == HOSTILE[:1] and third["tokens"] == HOSTILE[:3]
     assert first["prompt"] == "<img src=x>" and (first["update"], third["update"]) == (1, 7)
-    assert [x["name"] for x in data["quantities"]] == ["advantages", "old_logprobs", "alike"]
-    assert [x["signed"] for x in data["quantities"]] == [True, False, True]
+    assert {x["name"]: x["signed"] for x in data["quantities"]} == dict(advantages=True, old_logprobs=False, alike=True)
     assert first["columns"]["advantages"] == [-3, 2, None, None, 0.5, 0.1235] and first["columns"]["alike"] == [0.5] * 6
     assert second["columns"] == {"advantages": [1], "old_logprobs": [-1], "alike": [-0.5]}
     assert first["scores"] == {"scores": 1} and second["scores"] == {"scores": None}
