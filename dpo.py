@@ -897,6 +897,8 @@ def save_model(model, folder, args):
         from peft import PeftModel
 
         base = load_model(model.auto_class, args.model, new_weights=("score.weight", "lm_head.weight"))
+        base.config = model.config
+        base.generation_config = getattr(model, "generation_config", None)  # with the stop tokens
         PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")
 

@@ -111,8 +111,8 @@ def evaluate(args):
         part["response_length"] = written.sum(1)
         if args.env:
             part["turns"] = (r.turn * written).amax(1) + 1
-        figures.append(pandas.DataFrame({name: x.double().tolist() for name, x in part.items()}))
-    figures = pandas.concat(figures, ignore_index=True)
+        figures.append(pandas.DataFrame({name: x.tolist() for name, x in part.items()}))
+    figures = pandas.concat(figures, ignore_index=True).astype(float)
     means = figures.groupby(figures.index // args.num_generations).mean()  # 4; a reward of None is left out
     if rewards and args.num_generations > 1:
         are_right = (figures.iloc[:, 0] >= 1).where(figures.iloc[:, 0].notna())
