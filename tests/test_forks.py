@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ import record  # noqa: E402  (which adds tools/ to the path)
 from make_fork import PAGES, apply, main, read_diffs  # noqa: E402
 
 DIFFS = {page: read_diffs(text_of(page)) for page in ("docs/fork.md", "docs/questions.md")}
-USED = {("docs/fork.md", name, "lecture/ppo.py") for name in DIFFS["docs/fork.md"]}
-USED |= {(page, name, "ppo.py") for page, name, _ in USED}
+USED = {("docs/fork.md", name, script) for name in DIFFS["docs/fork.md"] for script in ("lecture/ppo.py", "ppo.py")}
+USED |= {("docs/questions.md", name, "lecture/grpo.py") for name in DIFFS["docs/questions.md"]}
 RUNS = record.runs_of_group("questions")
 USED |= {("docs/questions.md", run.options["fork"], run.command[0]) for run in RUNS if "fork" in run.options}
 
@@ -30,12 +29,6 @@ def test_every_diff_fits_its_file(page, name, script):
     fork = apply(read_diffs(text_of(page), script)[name], text_of(script))
     compile(fork, name, "exec")
     assert fork != text_of(script)
-
-
-@pytest.mark.parametrize("page", DIFFS)
-def test_no_diff_was_overlooked(page):
-    assert len(DIFFS[page]) == text_of(page).count("```diff") - text_of(page).count("```diff\n--- ppo.py")
-    assert set(DIFFS[page]) == {name for of, name, _ in USED if of == page}
 
 
 @pytest.fixture
@@ -82,27 +75,6 @@ def test_a_diff_that_fits_nowhere_or_twice_is_refused():
     for old in ("    no such line", "    return states"):
         with pytest.raises(ValueError, match="not once"):
             apply(f"@@ somewhere\n {old}\n+    pass\n", "    return states\n    return states\n")
-
-
-def test_a_field_of_the_rollout_and_its_metric_live_through_an_evaluation(tiny, tmp_path, monkeypatch):
-    """Two rows of the table of the full script, together; what `train` fills in, an evaluation does not have."""
-
-    @dataclass
-    class Rollout(ppo.Rollout):
-        surprise: torch.Tensor | None = None  # (B, T)
-
-    def update(*given):
-        (rollout,) = (x for x in given if isinstance(x, Rollout))
-        rollout.surprise = -rollout.ref_logprobs
-        return step(*given)
-
-    step, stats = ppo.update, ppo.rollout_stats
-    surprise = lambda rollout: {"objective/surprise": rollout.surprise[rollout.mask].mean().item()}  # noqa: E731
-    monkeypatch.setattr(ppo, "Rollout", Rollout)
-    monkeypatch.setattr(ppo, "update", update)
-    monkeypatch.setattr(ppo, "rollout_stats", lambda rollout, args: stats(rollout, args) | surprise(rollout))
-    lines = run(ppo, tmp_path / "run", eval_steps=1, num_eval_prompts=4, **tiny["ppo"])
-    assert all(line["objective/surprise"] > 0 and "eval/scores" in line for line in lines)
 
 
 # --- docs/questions.md

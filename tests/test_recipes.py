@@ -247,7 +247,6 @@ def test_what_does_not_fit_within_a_column(name, tmp_path):
     assert len(kept) == 1
 
 
-@pytest.mark.parametrize("chat", [[], ["--chat"]], ids=["texts", "chat"])
 @pytest.mark.parametrize("name, columns, match", [
     ("hh", {"rejected": "\n\nHuman: Hi?\n\nAssistant:"}, "begin"),
     ("hh", {"chosen": "\n\nHuman: Hi?\n\nAssistant: ", "rejected": "\n\nHuman: Hi?\n\nAssistant: A"}, "empty"),
@@ -261,10 +260,10 @@ def test_what_does_not_fit_within_a_column(name, tmp_path):
     ("tldr-sft", {"messages": said(POST)}, "prompt"),
     ("tldr-sft", {"messages": said(POST, "A cat", "Why?")}, "assistant"),
 ])  # fmt: skip
-def test_rows_that_the_scripts_would_refuse(name, columns, match, chat, tmp_path):
+def test_rows_that_the_scripts_would_refuse(name, columns, match, tmp_path):
     rows = [ROWS[name][0], ROWS[name][0] | columns]
     with pytest.raises(SystemExit, match=f"row 2: .*{match}"):
-        make(name, tmp_path, *chat, rows=rows)
+        make(name, tmp_path, rows=rows)
 
 
 def test_one_space_begins_an_answer(tmp_path):
