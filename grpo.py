@@ -586,9 +586,8 @@ def surrogate_loss(ratio, logprobs, advantages, args):
     """The clipped loss of each token (B, T), or of each response (B, 1) with sequence-level ratios.
 
     Its gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. In the other
-    direction, the loss is not clipped; for A < 0, it has no upper limit unless `delta` is set. CISPO keeps the gradient
-    of every token: an ordinary policy gradient, weighted by the clipped and detached ratio (MiniMax-M1, eq. 4; without
-    a lower bound, as in TRL).
+    direction it is not clipped; for A < 0, it has no upper limit unless `delta` is set. CISPO keeps the gradient of
+    every token, weighted by the clipped ratio (MiniMax-M1, eq. 4; without a lower bound, as in TRL).
     """
     clipped_ratio = ratio.clamp(*clip_bounds(args))
     if args.loss_type == "cispo":
@@ -601,14 +600,10 @@ def surrogate_loss(ratio, logprobs, advantages, args):
 def token_weights(mask, num_rows, num_tokens, args):
     """(b, T) weights of the tokens' losses. The loss of a mini-batch is the weighted sum.
 
-    dapo, cispo  1 / tokens: all tokens of the batch have the same weight, so a long response counts more
-    grpo         1 / (rows * tokens of the row): all responses have the same weight. The tokens of a long wrong response
-                 are penalised less than those of a short one, so wrong responses become longer (Dr. GRPO, sec. 3.1)
-    dr_grpo      1 / (rows * response_length): all tokens have the same weight, which does not depend on the batch
-    bnpo         1 / (micro-batches * tokens of the micro-batch): the result depends on the micro-batch size
-
-    `num_rows` and `num_tokens` are the numbers in the batch / (mini-batches * processes). If each mini-batch were
-    divided by its own number of tokens, a token would count more in a mini-batch of short responses.
+    grpo: all responses have the same weight, so a token of a long response has a lower one, and wrong responses become
+    longer (Dr. GRPO, sec. 3.1). In the others, all tokens have the same weight: a constant (dr_grpo), 1 / tokens of
+    this micro-batch (bnpo), or 1 / tokens of an average mini-batch (dapo, cispo). `num_rows` and `num_tokens` are those
+    of the batch / (mini-batches x processes).
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
     if args.loss_type == "grpo":
@@ -631,9 +626,9 @@ def k3_estimate(logprobs, ref_logprobs):
 def with_gradient_first(rollout, rows, args):
     """This process's micro-batches of a mini-batch, and whether each needs a backward pass.
 
-    Rows of advantage 0 (groups with equal scores) have no gradient, unless the loss has a KL. They come last, and have
-    only a forward pass, for their metrics. Not with bnpo, where a token's weight depends on the other rows of its
-    micro-batch. The first micro-batch always has a backward pass, so that each weight has a gradient, even if it is 0.
+    Rows of advantage 0 (groups with equal scores) have no gradient, unless the loss has a KL, or changes the weights of
+    others (bnpo). They come last, and have only a forward pass, for their metrics. The first micro-batch always has a
+    backward pass, so that each weight has a gradient, even if it is 0.
     """
     needs_all = bool(args.beta) or args.loss_type == "bnpo"
     has_gradient = (rollout.advantages[:, 0] != 0) | needs_all  # (B,)
@@ -694,7 +689,7 @@ def update(policy, optimizer, rollout, args):
                 for name, x in seen.items():  # (b, T), or (b, 1) with sequence-level ratios
                     where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)
                     sums[name] += torch.stack([masked_sum(x.detach(), where), where.sum()])
-                sums["loss"] += torch.stack([loss.detach(), 0 * loss.detach()]) / WORLD_SIZE
+                sums["loss"] += torch.stack([loss.detach(), torch.zeros_like(loss)]) / WORLD_SIZE
             totals, counts = all_reduce(torch.stack(list(sums.values()))).unbind(1)
             log = dict(zip(sums, (totals / counts.clamp(min=1)).tolist()))
             low, high = all_gather(torch.cat(shares)).cpu().unbind(1)  # (rows,), NaN if none of a row is in the loss
@@ -746,16 +741,17 @@ def evaluate(policy, reward_model, reward_fns, prompts, args):
     answer is right if its first reward is 1 or more. pass@G: the share of prompts with a right answer among G."""
     N, G, seed = len(prompts), args.num_generations, torch.initial_seed()
     rows = (prompts * WORLD_SIZE)[: N + -N % WORLD_SIZE]  # all processes need the same number
-    right = {}
-    for k, temperature in ((G, args.temperature), (1, 0.01)):
-        torch.manual_seed(seed + k)  # the numbers do not depend on how many the other draws
-        rollout = sample_batch(policy, rows, k, replace(args, temperature=temperature))
-        score_groups(rollout, reward_model, reward_fns, policy.tokenizer, args)
-        rewards = next(iter(rollout.reward_table.values()))[: N * k].view(N, k)
+    rollouts, right = {}, {}
+    for k, temperature in ((1, 0.01), (G, args.temperature)):
+        seed += k
+        torch.manual_seed(seed)  # the numbers do not depend on how many were drawn before
+        rollouts[k] = sample_batch(policy, rows, k, replace(args, temperature=temperature))
+        score_groups(rollouts[k], reward_model, reward_fns, policy.tokenizer, args)
+        rewards = next(iter(rollouts[k].reward_table.values()))[: N * k].view(N, k)
         right[k] = (rewards >= 1).float().masked_fill(rewards.isnan(), math.nan)  # (N, k)
     is_judged = ~right[G].isnan().all(1)  # (N,), false if no answer has a reward
-    stats = {f"eval/rewards/{name}/mean": x[:N].nanmean().item() for name, x in rollout.reward_table.items()}
-    stats["eval/scores"] = rollout.scores[:N].mean().item()
+    stats = {f"eval/rewards/{name}/mean": x[:N].nanmean().item() for name, x in rollouts[1].reward_table.items()}
+    stats["eval/scores"] = rollouts[1].scores[:N].mean().item()
     stats["eval/accuracy"] = right[1].nanmean().item()
     stats["eval/pass@1"] = right[G].nanmean().item()
     return stats | {f"eval/pass@{G}": right[G][is_judged].nan_to_num(0.0).amax(1).mean().item()}

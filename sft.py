@@ -20,9 +20,9 @@ completions of 2 and 1.
   is_label       0   0   0   1   1   1       true on the tokens that have a loss; each is predicted by the logits one
                  0   0   1   1   0   0       position to its left, and nothing predicts the first token
 
-Prompt tokens have no loss: the policy should answer prompts, not invent them. EOS has one: a policy that never sees
-where texts end never ends one. In conversations, the token that ends a turn takes its place, and each answer is a text
-of its own, whose prompt is all that comes before it: the policy reads what it reads in a rollout.
+Prompts have no loss: the policy should answer them, not invent them. EOS has one: a policy that never sees where texts
+end never ends one. In conversations, the token that ends a turn takes its place, and each answer is a text of its own,
+after all that comes before it. So the policy reads what it reads in a rollout.
 
 Papers: InstructGPT 2203.02155 (sec. 3.5); the N+ implementation details 2403.17031. In short: lecture/sft.py
 
@@ -94,8 +94,7 @@ def alias(*flags):
 class Args:
     # --- Supervised fine-tuning ---
     completion_only_loss: bool = True  # only completions are labels (TRL); otherwise prompts are labels, too
-    # longer texts lose their end, and are counted; with packing, the length of a block
-    max_length: Annotated[Count, alias("--max-seq-length")] = 512
+    max_length: Annotated[Count, alias("--max-seq-length")] = 512  # longer texts lose their end; length of a block
     packing: bool = False  # join all texts, and cut them into blocks of max_length: no padding (TRL 0.7)
     # --- Optimisation ---
     learning_rate: Positive | None = None  # its maximum; by default 2e-5 (TRL), with LoRA 2e-4, from scratch 3e-3
@@ -106,8 +105,7 @@ class Args:
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
     # --- Batch sizes ---
     batch_size: Count | None = None  # texts per step, on all GPUs; by default 64, or less to have a hundred steps
-    # texts per forward and backward pass; changes rounding and dropout. By default 16 on a CPU, 8192 tokens on a GPU
-    micro_batch_size: Count | None = None
+    micro_batch_size: Count | None = None  # texts per pass; by default 16 on a CPU, 8192 tokens on a GPU
     # TRL's way to set both: micro_batch_size is this; batch_size, this x accumulation x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
@@ -206,13 +204,11 @@ def load_texts(args, split, tokenizer, limit):
     if not rows:
         return []
     where = f"{args.dataset}, {split}"
-    first_row = rows[0]
-    kind, *columns = next((form for form in FORMS if has_form(first_row, *form)), FORMS[-1])
+    kind, *columns = next((form for form in FORMS if has_form(rows[0], *form)), FORMS[-1])
     read = partial(read_texts, kind=kind, columns=columns, tokenizer=tokenizer, args=args)
-    rows.reverse()
-    found = parse((rows.pop() for _ in range(len(rows))), read, where)  # a row leaves memory when it is read
-    texts = [(number, *text) for number, pairs in enumerate(found, 1) for text in pairs]
-    del found
+    texts = [(number, *text) for number, pairs in enumerate(parse(rows, read, where), 1) for text in pairs]
+    unread = rows[0].keys() - {*columns, "tools", "chat_template_kwargs"}
+    del rows  # below, each text gives way to its tokens, which take less memory
     num_cut = 0
     for first in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
         part = texts[first : first + 1000]
@@ -227,10 +223,9 @@ def load_texts(args, split, tokenizer, limit):
             start = len(head) if prompt and args.completion_only_loss else 0
             size = min(len(ids), limit)
             num_cut += size < len(ids)
-            texts[i] = ids[:size].copy(), np.arange(size) >= start  # in place of the text, which takes more memory
+            texts[i] = ids[:size].copy(), np.arange(size) >= start
     kept = [(ids, is_label) for ids, is_label in texts if is_label[1:].any()]  # nothing predicts the first token
     print(f"{split}: {len(kept)} of {len(texts)} texts have a label within {limit} tokens; {num_cut} were cut")
-    unread = first_row.keys() - {*columns, "tools", "chat_template_kwargs"}
     if unread:
         print(f"{split}: columns that are not read: {', '.join(sorted(unread))}")
     for ids, is_label in kept[:1]:
@@ -312,7 +307,7 @@ def update(policy, optimizer, batch, args):
     """Steps 2 and 3: one optimiser step on a batch of texts. Returns its metrics and the number of its labels.
 
     The loss is the mean over all labels of the batch, however it is split into micro-batches and among processes. In a
-    mean of the micro-batches' means, labels in a micro-batch with few would have more weight.
+    mean of micro-batches' means, labels in a micro-batch with few would weigh more.
     """
     num_labels = int(sum(is_label[1:].sum() for _, is_label in batch))
     sums = torch.zeros(2, device=args.device)  # of losses, and of likeliest tokens that were right
@@ -359,22 +354,20 @@ def evaluate(policy, texts, args):
 
 
 def show_samples(run, policy, texts, limit, args):
-    """Prints a table of prompts, each with a completion sampled from the policy and the one in the dataset.
-
-    A prompt ends before the first label. Where there is nothing, it has eight tokens, or half of a short text.
-    """
-    tokenizer, stops = policy.tokenizer, policy.generation_config.eos_token_id
-    options = {"eos_token_id": stops, "pad_token_id": tokenizer.pad_token_id}
-    options |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    """Prints a table of prompts, each with a completion sampled from the policy and the one in the dataset. The prompt
+    of a text without one is its first eight tokens, or half of a short text."""
+    tokenizer = policy.tokenizer
     columns = {"prompt": [], "sampled completion": [], "completion in the dataset": []}
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    options |= {"eos_token_id": policy.generation_config.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     set_seed(args.seed)  # all processes draw the same completions
     for ids, is_label in texts:
         start = int(is_label.argmax()) or min(8, len(ids) // 2)
+        options["max_new_tokens"] = min(53, limit - start)
         prompt = torch.tensor(ids[None, :start], device=args.device)  # (1, P)
-        mask = torch.ones_like(prompt)
         with autocast(args):
-            whole = policy.generate(prompt, attention_mask=mask, max_new_tokens=min(53, limit - start), **options)
-        for column, part in zip(columns.values(), [ids[:start], whole[0, start:], ids[start:]]):
+            sampled = policy.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, start:]
+        for column, part in zip(columns.values(), [ids[:start], sampled, ids[start:]]):
             column.append(tokenizer.decode(part))
     run.show(columns, {})
 

@@ -2,7 +2,6 @@
 
     python benchmarks/gpu_report.py > report.md                 # ten minutes; Markdown for an issue
     python benchmarks/gpu_report.py --device cpu --quick        # compares the CPU with itself, to see a report
-    python benchmarks/gpu_report.py --device pretend --quick    # the device that tests/pretend_device.py simulates
     python benchmarks/gpu_report.py --only "GPT-2"              # only the rows of the table with this in their names
 
 Each run is a process of its own: the default run of each script, shortened; PPO resumed halfway; PPO on two processes,
@@ -33,7 +32,8 @@ RUNS |= dict.fromkeys(["ppo", "rloo", "grpo"], ROLLOUTS)
 RUNS |= {"agent": "--batch-size 64 --total-episodes 384", "ddpo": "--num-epochs 6"}
 GPT2 = "--batch-size 16 --dataset-test-split none --save-steps 99 --total-episodes"
 FEW_TEXTS = "--batch-size 8 --dataset-train-split train[:16] --dataset-test-split validation[:8]"
-FEW_ROLLOUTS = "--batch-size 8 --total-episodes 16 --response-length 8 --dataset-test-split none --save-steps 1"
+FEW_ROLLOUTS = "--batch-size 8 --total-episodes 16 --response-length 8 --dataset-test-split none --save-steps 1 "
+FEW_ROLLOUTS += "--save-total-limit 9"
 FEW_IMAGES = "--num-epochs 2 --sample-num-steps 2 --sample-batch-size 8 --train-batch-size 16"
 FEW_EPISODES = "--num-generations 4 --batch-size 8 --total-episodes 16"
 QUICK = {TEXTS: FEW_TEXTS, ROLLOUTS: FEW_ROLLOUTS, RUNS["agent"]: FEW_EPISODES, RUNS["ddpo"]: FEW_IMAGES}
@@ -59,8 +59,6 @@ class Run:
         command = [sys.executable]
         if self.processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes)]
-        if self.device == "pretend":
-            command.append("tests/pretend_device.py")
         place = "--output-dir"
         if self.begun:
             self.begun.lines()
@@ -150,12 +148,12 @@ def main() -> None:
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", help="cuda, cpu or pretend")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--quick", action="store_true", help="small batches and a small policy, to see that it runs")
     parser.add_argument("--only", default="", help="only rows with this in their names")
     asked = parser.parse_args()
     gpus = torch.cuda.device_count() if asked.device == "cuda" else 2
-    require(gpus, "CUDA finds no GPU; --device cpu and --device pretend need none")
+    require(gpus, "CUDA finds no GPU; --device cpu needs none")
     print(f"### `benchmarks/gpu_report.py` on {asked.device}\n\n{describe(asked.device, gpus)}\n")
     there = f"on {asked.device}"
     columns = ["run", "beside it, s per update", there, "times", "GB", "metric", "beside it", there, "most apart"]

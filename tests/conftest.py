@@ -41,7 +41,7 @@ settings.load_profile("tests")
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """Each test begins with the same random numbers, settings of torch, and signal handlers, whichever ran before it."""
+    """Each test begins with the same random numbers, settings of torch, and signal handlers."""
     import numpy as np
     import torch
 

@@ -3,10 +3,10 @@
     python tests/plant_faults.py ppo.py tests/test_additions.py tests/test_parity.py --number 50 --seed 1
     python tests/plant_faults.py ppo.py tests/test_loss.py --function policy_loss    # whatever can be turned in there
 
-A fault is a small change at a place that is drawn from the syntax tree: a comparison or an operator turned, `and` for
-`or`, a constant changed, two arguments exchanged, a keyword argument, a sign or a statement left out. For each fault the
-tests run in a copy of the repository, up to the first that fails, or for --timeout seconds. Some faults change nothing
-(`max(1, n)` where n is always larger), so look at each one that lived. The exit code is 1 if one did.
+A fault is a small change at a place that is drawn from the syntax tree: a comparison or an operator turned, a constant
+changed, two arguments exchanged, a keyword argument, a sign or a statement left out. For each fault the tests run in a
+copy of the repository, up to the first that fails, or for --timeout seconds. Some faults change nothing (`max(1, n)`
+where n is always larger), so look at each one that lived. The exit code is 1 if one did.
 """
 
 import ast

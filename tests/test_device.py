@@ -80,8 +80,7 @@ def test_the_numbers_are_those_of_the_cpu(case, runs):
 
 @pytest.mark.parametrize("case", [x for x in PPO_FIRST if str(x.values[0]) in ("ppo", "rloo", "grpo")])
 def test_the_host_seldom_waits_for_the_device(case, runs, settings_of):
-    """In two updates: for each mini-batch, which has two micro-batches; and for each rollout, where at every eighth step
-    the host asks whether any response is left."""
+    """In two updates: for each mini-batch, which has two micro-batches; and for each rollout, at every eighth step."""
     reads = runs[1][case]
     assert reads["update"] <= 18 * 2 * settings_of(case)["num_ppo_epochs"], reads
     assert reads["sample_batch"] <= 6 * 2, reads

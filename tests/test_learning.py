@@ -1,4 +1,4 @@
-"""The scripts learn, in a few seconds, and not with a sign turned. dpo.py, grpo.py, rloo.py and ddpo.py: in their files."""
+"""ppo.py, sft.py and reward_model.py learn in a few seconds, and not with a sign turned; the others: in their files."""
 
 import math
 

@@ -2,34 +2,20 @@
 
 tests/golden/make_trl016.py ran TRL's own trainers on tiny models with fixed responses and wrote down what they made.
 Here `train` itself runs, on a folder with TRL's policy, another with its reward model, and a tokenizer of whole words.
-Chance is TRL's: torch.randperm gives its orders, and torch.rand numbers at which its responses are drawn. Compared are
-the rollout, rewards and advantages, the loss and the gradient of each step, the metrics that are logged, and the
-weights that are saved. In the cases `full` all responses run to full length, in `eos` they end anywhere; `steps` are 2
-epochs of 2 mini-batches, the others a single step.
+Chance is TRL's: torch.randperm gives its orders, and torch.rand numbers at which its responses are drawn. In the cases
+`full` all responses run to full length, in `eos` they end anywhere; `steps` are 2 epochs of 2 mini-batches.
 
 Where TRL 0.16.1 has a fault, or made another choice, the test does as TRL does, and then nothing else differs:
 
   max_grad_norm is accepted and never applied               max_grad_norm=1e9
-  no bias in the value head (a choice; ours is trained)     the critic's head has none
-  value and reward model start apart (ours start equal),    the critic is TRL's value model, and the policy becomes
-  and so may policy and reference                           TRL's once the reference is copied from it
+  no bias in the value head; ours is trained                the critic is TRL's value model
+  policy and reference may start apart                      the policy becomes TRL's once the reference is made
   PPO: the score stands one position after EOS where there  in `eos`, put_score_one_further: the mask of rewards, GAE
   is room, so that the value there is trained too           and value loss is true for one position more
-  RLOO: a group's rows are B/K apart (a choice)             TRL's rows are put in our order, a group together
+  RLOO: a group's rows are B/K apart                        TRL's rows are put in our order, a group together
 
-Not compared, because TRL's numbers mean something else:
-
-  in `eos`: policy/entropy_avg, approxkl_avg, val/ratio     padding is counted (objective/entropy too, as +1.0 a token,
-                                                            which the test subtracts); of several mini-batches each
-                                                            counts the same, whatever its tokens
-  in `eos`: val/num_eos_tokens                              for RLOO also of what was drawn after EOS
-  objective/scores with normalize_reward                    always about 0: scores after they were normalised
-  val/ratio_var; val/ratio of RLOO                          variance of the mini-batches' means, NaN for a single one;
-                                                            mean over tokens, though what is clipped is the response's
-
-Kept out by the data: padding is a token of its own (TRL makes its masks from token identity), all dropouts are 0, no
-accumulation (TRL divides by the tokens of a micro-batch), EOS is the stop token, token_level_kl is off (it changes
-nothing in TRL), no mini-batch's mean ratio is near our limit of 10. TRL's temperature + 1e-7 is lost in rounding.
+Not compared, because TRL's numbers mean something else: in `eos`, means over tokens (padding is counted) and the number
+of EOS (RLOO also counts what was drawn after EOS); objective/scores with normalize_reward (those normalised: 0).
 """
 
 import json
@@ -71,16 +57,9 @@ def read(case):
     gradient = {n.removeprefix("gradient."): tensors.pop(n) for n in list(tensors) if n.startswith("gradient.")}
     tensors = {name: x.flatten()[rows] if name == "rlhf_reward" else x[rows] for name, x in tensors.items()}
     tensors["prompt_mask"] = tensors["queries"] != config["pad_token_id"]
-    return SimpleNamespace(
-        **tensors,
-        config=config,
-        settings=theirs["settings"],
-        orders=list(rows.argsort()[orders]),
-        new=new,
-        gradient=gradient,
-        losses=theirs["losses"],
-        metrics=theirs["metrics"],
-    )
+    numbers = {name: theirs[name] for name in ("settings", "losses", "metrics")}
+    orders = list(rows.argsort()[orders])
+    return SimpleNamespace(**tensors, **numbers, config=config, orders=orders, new=new, gradient=gradient)
 
 
 def load_models(trl):
@@ -158,12 +137,8 @@ class Watch:
 
     def __init__(self, monkeypatch, module, trl, policy, value):
         self.is_ppo = module is ppo
-        self.start = policy
-        self.value = value
-        self.losses = [0.0]
-        self.gradients = []
-        self.policy = None
-        self.rollout = None
+        self.start, self.value = policy, value
+        self.losses, self.gradients = [0.0], []
         self.orders = list(trl.orders)
         self.uniforms = [uniforms_for(policy, trl)]
         self.sample = module.sample

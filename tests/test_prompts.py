@@ -114,6 +114,78 @@ def test_a_micro_batch_has_the_rows_of_a_group_side_by_side():
         assert [part.tolist() for part in parts] == [[3, 4, 5], [0, 1, 2], [6, 7, 8]]
 
 
+@pytest.mark.parametrize("k, length, rows", [(8, 20, 88), (12, 20, 96), (40, 60, 34)])
+def test_micro_batches_hold_whole_groups_if_one_fits(k, length, rows):
+    """On a CPU 2,048 tokens, where the prompt of 20 tokens counts once for its k responses."""
+    args = grpo.Args(device="cpu", batch_size=480, num_generations=k, response_length=length)
+    sizes = grpo.choose_sizes(args, tiny_model("llama"), [{"input_ids": [5] * 20}], k)
+    assert sizes.micro_batch_size == rows
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "kind", [kind if kind in COMMON | WITHOUT else pytest.param(kind, marks=pytest.mark.slow) for kind in ARCHITECTURES]
+)
+def test_rows_behind_a_shared_prompt_are_rows(kind, bf16, never):
+    """With left padding, windows and experts: log-probabilities and their gradient."""
+    policy = tiny_model(kind)
+    rollout = groups(policy)
+    args = grpo.Args(temperature=0.9, bf16=bf16, device="cpu")
+    shared, gradient, sizes = read(policy, rollout, args)
+    never()
+    whole, whole_gradient, whole_sizes = read(policy, rollout, args)
+    torch.testing.assert_close(shared, whole, rtol=0, atol=5e-2 if bf16 else 1e-5)
+    assert (gradient - whole_gradient).norm() < (3e-2 if bf16 else 1e-5) * whole_gradient.norm()
+    P, T = rollout.prompts.shape[1], rollout.mask.shape[1]
+    assert whole_sizes == [6 * (P + T)]
+    assert sizes == (whole_sizes if kind in WITHOUT else [4 * P, 6 * T])
+
+
+CASES = {"groups cut by mini-batches": dict(num_mini_batches=2, micro_batch_size=3), "adapter": dict(lora_r=2)}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_is_the_one_with_rows_read_whole(name, case, tiny, tmp_path, never):
+    """Responses, rewards and updates, with groups whose scores are equal and groups whose scores differ."""
+    settings = tiny[name] | dict(model="toy/sft", dataset="toy/data/prompts")
+    settings |= dict(batch_size=12, total_episodes=24, num_ppo_epochs=2, response_length=8) | CASES[case]
+    settings["adam_epsilon"] = 1e-3  # else a gradient that is 0 but for rounding makes a whole step
+    settings |= dict(num_generations=3, beta=0.1) if name == "grpo" else dict(rloo_k=3, kl_coef=0.0)
+    settings |= dict(reward_fn=(f"{__file__}:starts_with_a_vowel",))
+    shared = run(SCRIPTS[name], tmp_path / "shared", **settings)
+    never()
+    whole = run(SCRIPTS[name], tmp_path / "whole", **settings)
+    for ours, theirs in zip(shared, whole, strict=True):
+        for metric in [name for name in ours if not name.startswith(("time/", "perf/", "eps"))]:
+            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-3, abs=1e-4), metric
+
+
+def starts_with_a_vowel(completions, **columns):
+    return [float(text.strip()[:1].lower() in "aeiou") for text in completions]
+
+
+def test_what_needs_whole_rows():
+    """Layers that are computed again would write into the cache twice."""
+    policy = tiny_model("mixtral")
+    args = grpo.Args(device="cpu", gradient_checkpointing=True)
+    assert len(read(policy, groups(policy), args)[2]) == 1
+
+
+def test_a_micro_batch_has_the_rows_of_a_group_side_by_side():
+    """In whatever order they come: of a short, a long and a middling group, those that are to come first, first."""
+    ids, lengths = torch.arange(9)[:, None], torch.tensor([1, 2, 1, 9, 1, 1, 1, 5, 1])
+    mask = torch.arange(9) < lengths[:, None]
+    rollout = grpo.Rollout(ids, ids > -1, mask.long(), mask, mask[:, 0], mask / 8, [{}] * 9, 3)
+    args = grpo.Args(device="cpu", micro_batch_size=3)
+    for rows in (torch.arange(9), torch.tensor([5, 2, 7, 3, 1, 4, 8, 6, 0])):
+        parts = rollout.micro_batches(rows, args)
+        assert [part.tolist() for part in parts] == [[0, 1, 2], [6, 7, 8], [3, 4, 5]]
+        parts = rollout.micro_batches(rows, args, torch.arange(9) // 3 == 1)
+        assert [part.tolist() for part in parts] == [[3, 4, 5], [0, 1, 2], [6, 7, 8]]
+
+
 @pytest.mark.parametrize(
     "settings, rows", [(dict(), 32), (dict(num_generations=12), 24), (dict(num_generations=40), 32)]
 )

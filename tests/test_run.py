@@ -68,23 +68,18 @@ def kill(folder, copy, step):
 # --- Killed and resumed
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_resumed_equals_uninterrupted(name, whole, tmp_path):
-    """Though a checkpoint was being written when the run was killed."""
-    copy = kill(whole(name), tmp_path / "cut", 1)
+STEPS = [(name, 1) for name in NAMES] + [("ppo", 0), ("ppo", 99)] * ("ppo" in NAMES)
+
+
+@pytest.mark.parametrize(("name", "step"), STEPS)
+def test_resumed_equals_uninterrupted(name, step, whole, tmp_path):
+    """Killed while a checkpoint was written, after step 1, before the first one, or when all steps were made."""
+    copy = kill(whole(name), tmp_path / "cut", step)
     (copy / "checkpoints/unfinished").mkdir()
     (copy / "checkpoints/unfinished/shard-00002-model-00001-of-00001.safetensors").write_bytes(b"half of a")
     main(name, "--resume", copy)
     assert_same_run(copy, whole(name))
     assert checkpoints(copy) == checkpoints(whole(name))
-
-
-@pytest.mark.parametrize("name", PPO_FIRST)
-@pytest.mark.parametrize("step", [0, 99], ids=["before the first checkpoint", "while the model was saved"])
-def test_resumed_from_the_very_beginning_or_end(name, step, whole, tmp_path):
-    copy = kill(whole(name), tmp_path / "cut", step)
-    main(name, "--resume", copy)
-    assert_same_run(copy, whole(name))
 
 
 @pytest.mark.parametrize("name", PPO_FIRST)

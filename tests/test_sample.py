@@ -67,17 +67,6 @@ def test_a_response_ends_with_the_first_of_several_stop_tokens(policy):
     assert (responses[~masks] == PAD).all() and (logprobs[~masks] == 0).all()
 
 
-def test_sampling_ends_with_the_last_response(policy):
-    """Later tokens would be masked."""
-    r = tiny_rollout(policy)
-    policy.stop_token_ids = list(range(VOCAB))
-    passes = []
-    hook = policy.register_forward_pre_hook(lambda *_: passes.append(1))
-    responses, mask, *_ = ppo.sample(policy, r.prompts, r.prompt_mask, uniforms(), 0.9)
-    hook.remove()
-    assert len(passes) == 1 and mask.sum() == len(responses)
-
-
 @pytest.mark.parametrize("size", [1, 4, 6])
 def test_micro_batches_give_results_in_the_order_of_the_rows(policy, size):
     """Rows of similar length are computed together, at most `size` of them, without columns that none of them needs."""

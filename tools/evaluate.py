@@ -113,14 +113,13 @@ def evaluate(args):
             part["turns"] = (r.turn * written).amax(1) + 1
         figures.append(pandas.DataFrame({name: x.tolist() for name, x in part.items()}))
     figures = pandas.concat(figures, ignore_index=True).astype(float)
-    means = figures.groupby(figures.index // args.num_generations).mean()  # 4; a reward of None is left out
+    groups = figures.index // args.num_generations
+    means = figures.groupby(groups).mean()  # 4; a reward of None is left out
     if rewards and args.num_generations > 1:
         are_right = (figures.iloc[:, 0] >= 1).where(figures.iloc[:, 0].notna())
-        means[f"pass@{args.num_generations}"] = (
-            are_right.groupby(figures.index // args.num_generations).max().astype(float)
-        )
+        means[f"pass@{args.num_generations}"] = are_right.groupby(groups).max().astype(float)
     results = [{"response": text} | numbers for text, numbers in zip(texts, figures.to_dict("records"))]
-    lines = [line_of(rows[i // args.num_generations], result) for i, result in enumerate(results)]
+    lines = [line_of(rows[group], result) for group, result in zip(groups, results)]
     return pandas.DataFrame({"mean": means.mean(), "standard error": means.sem()}), lines
 
 
