@@ -167,9 +167,18 @@ def comparisons_of(pattern: str) -> list[dict]:
 
 
 def throughput_table() -> str:
-    """The last comparison of each kind."""
-    last = {(c["setting"], c["algorithm"], c["other"], c["our_flags"]): c for c in comparisons_of("throughput*.json")}
-    return throughput.table([last[key] for key in sorted(last, reverse=True)])
+    """The last comparison of each kind with TRL 0.16.1, in which TRL ran with freed memory kept, too; and GPT-2."""
+    last = {(c["setting"], c["algorithm"]): c for c in comparisons_of("throughput*.json") if c["other"] == "TRL 0.16.1"}
+    lines = [["setting", "TRL, episodes/s", "freed memory kept", "ours", "**ratio**", "**to kept**", "TRL, GB", "ours"]]
+    for key in sorted(last, reverse=True):
+        summary = last[key]["summary"]
+        sides = [summary.get(name) for name in ("other", "kept", "ours")]
+        if not sides[1] and key != ("gpt2", "ppo"):  # of an older program of ours
+            continue
+        line = [" ".join(key), *(f"{side['episodes_per_second']:.3g}" if side else "–" for side in sides)]
+        line += [f"**{summary[x]['median']:.2f}**" if x in summary else "–" for x in ("speed", "speed_kept")]
+        lines.append([*line, *(f"{side['memory_mb'] / 1024:.2f}" for side in (sides[0], sides[2]))])
+    return markdown(lines, "lrrrrrrr")
 
 
 def prompts() -> str:
@@ -296,53 +305,49 @@ def takeoff_rankings() -> str:
 
 
 def best_of_n() -> str:
-    """What reward models know, and the law of best of n."""
+    """What reward models know, and what the best of n earns."""
     most = laws.BEST_OF[-1]
-    lines = [["parameters", "pairs", "unseen pairs right", f"gold score, best of {most}", "α", "R²", "peak at d"]]
+    lines = [["parameters", "pairs", "unseen pairs right", f"gold score, best of {most}"]]
     for (size, pairs), runs in laws.groups().items():
-        alphas = [laws.fit("best of n", *laws.points(run, "best of n"))["alpha"] for run in runs]
-        pooled = laws.pooled_fit(runs, "best of n", "best of n")
-        d = laws.peak("best of n", pooled["alpha"], pooled["beta"])
-        line = [size, f"{pairs:,}", number([run["accuracy"] for run in runs], 2)]
-        line += [number([run["best_of_n"]["gold"][-1] for run in runs], 2), number(alphas, 2)]
-        lines.append([*line, f"{pooled['r2']:.2f}", f"{d:.1f}" if d < 20 else "none"])
-    return markdown(lines, "llrrrrr")
+        gold = number([run["best_of_n"]["gold"][-1] for run in runs], 2)
+        lines.append([size, f"{pairs:,}", number([run["accuracy"] for run in runs], 2), gold])
+    return markdown(lines, "llrr")
 
 
 def ppo() -> str:
-    """The law of PPO, and the peak that was seen."""
-    lines = [["parameters", "pairs", "R²", "R², quadratic", "highest gold score", "at d", "gold score at the end"]]
+    """The peak of PPO, and its end."""
+    lines = [["parameters", "pairs", "highest gold score", "at d", "gold score at the end"]]
     for (size, pairs), runs in laws.groups().items():
-        r2 = [f"{laws.pooled_fit(runs, 'ppo', form)['r2']:.2f}" for form in ("ppo", "best of n")]
         gold = [laws.smooth(run["ppo"]["gold"]) for run in runs]
         d = [laws.smooth(run["ppo"]["kl"]).clip(0) ** 0.5 for run in runs]
-        line = [size, f"{pairs:,}", *r2, number([g.max() for g in gold], 2)]
+        line = [size, f"{pairs:,}", number([g.max() for g in gold], 2)]
         line += [number([x[g.argmax()] for x, g in zip(d, gold)], 1), number([g[-1] for g in gold], 2)]
         lines.append(line)
-    return markdown(lines, "llrrrrr")
+    return markdown(lines, "llrrr")
 
 
 def checks() -> str:
-    """The paper's other findings, by number of pairs; both sizes together. A gain is a gold score less its start."""
-    most, few, start = laws.BEST_OF[-1], 32, laws.start_gold()
-    heads = ["pairs", f"gain of the best of {most}", f"predicted from n ≤ {few}"]
-    heads += [f"KL at which PPO is as good ({laws.best_of_n_kl(most):.1f} for best of n)"]
-    lines = [[*heads, "gain of PPO at its proxy score"]]
-    count = sum(n <= few for n in laws.BEST_OF)
+    """The paper's other findings, by number of pairs, over seeds: the two sizes of a seed learn from the same pairs, so
+    their mean counts. A gain is a gold score less its start."""
+    most, start = laws.BEST_OF[-1], laws.start_gold()
+    heads = ["pairs", f"gain of the best of {most}", "KL that PPO needs for this gain", "gain of PPO at its proxy score"]
+    lines = [heads]
     for pairs in sorted({run["pairs"] for run in laws.all_runs()}):
-        gain, predicted, as_good, at_proxy = [], [], [], []
+        found = {}  # seed -> three numbers of each size, None if PPO does not get there
         for run in laws.all_runs():
             if run["pairs"] == pairs:
-                d, gains = laws.points(run, "best of n")
-                fit = laws.fit("best of n", d[:count], gains[:count])
-                gain.append(gains[-1])
-                predicted.append(laws.law("best of n", d[-1], fit["alpha"], fit["beta"]))
-                as_good.append(laws.first_at(run, "gold", gains[-1] + start, "kl"))
+                gain = laws.points(run, "best of n")[1][-1]
                 gold = laws.first_at(run, "proxy", run["best_of_n"]["proxy"][-1], "gold")
-                at_proxy.append(gold - start if gold is not None else None)
-        line = [f"{pairs:,}", number(gain, 2), number(predicted, 2)]
-        lines.append([*line, reached(as_good, 1).replace(" seeds", ""), reached(at_proxy, 2).replace(" seeds", "")])
-    return markdown(lines)
+                three = [gain, laws.first_at(run, "gold", gain + start, "kl"), None if gold is None else gold - start]
+                found.setdefault(run["seed"], []).append(three)
+        line = [f"{pairs:,}"]
+        for column, digits in zip(zip(*(zip(*sizes) for sizes in found.values())), (2, 1, 2)):
+            known = [[x for x in sizes if x is not None] for sizes in column]
+            missing = sum(map(len, column)) - sum(map(len, known))
+            note = f" ({sum(map(len, known))} of {sum(map(len, column))} runs)" if missing else ""
+            line.append(number([statistics.fmean(x) for x in known], digits) + note)
+        lines.append(line)
+    return markdown(lines, "lrrr")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
