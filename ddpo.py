@@ -51,6 +51,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -59,7 +60,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Annotated
-from warnings import warn
 
 import diffusers
 import numpy as np
@@ -482,9 +482,9 @@ def check_update(stats, rollout, epoch, args):
     if not stats["first_ratio_error"] <= limit:
         message = "sampling and update use different distributions (first_ratio_error): dropout, or weights of NaN?"
         require(epoch > 1, message)
-        warn(message)
+        warnings.warn(message)
     if not rollout.advantages.any():
-        warn("all scores are equal, so no image is better than another: check the reward")
+        warnings.warn("all scores are equal, so no image is better than another: check the reward")
 
 
 def draw_images(run, chain, prompts, args):
@@ -621,10 +621,12 @@ def load_function(file, name):
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
     for neighbour in path.parent.glob("*.py"):
-        if getattr(sys.modules.get(neighbour.stem), "__file__", str(neighbour)) != str(neighbour):
+        loaded = getattr(sys.modules.get(neighbour.stem), "__file__", None)
+        if loaded not in (None, str(neighbour)) and neighbour.stem not in sys.stdlib_module_names:
             del sys.modules[neighbour.stem]
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look it up there
     spec.loader.exec_module(module)
     return getattr(module, name)
 
@@ -641,8 +643,9 @@ def parse(rows, function, where):
     for number, row in enumerate(rows, 1):
         try:
             parsed.append(function(row))
-        except (ValueError, TypeError, TemplateError) as error:
-            sys.exit(f"error: row {number} of {where}: {error} (recipes/data.py converts other forms)")
+        except (SystemExit, ValueError, TypeError, TemplateError) as error:
+            reason = str(error).removeprefix("error: ")
+            sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
 
 
@@ -701,12 +704,9 @@ def clip_gradient(parameters, max_norm):
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
-
-    A step is one update. To log a number, put it into the stats, under any name. In a checkpoint, each process writes
-    its weights and moments as safetensors; then process 0 adds state.json with `carry`, what one step hands to the
-    next. On a CPU, a resumed run equals an uninterrupted one bit for bit.
-    """
+    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves. In
+    a checkpoint, each process writes its weights and moments as safetensors; then process 0 adds state.json with
+    `carry`, what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
         self.args = args
@@ -732,7 +732,10 @@ class Run:
         if RANK:
             return
         self.output.mkdir(parents=True, exist_ok=bool(args.resume))
-        settings = {"code": code_version()} | asdict(args)
+        options = {"shell": True, "cwd": Path(__file__).resolve().parent, "capture_output": True, "text": True}
+        revision = subprocess.run("git describe --always --dirty", **options).stdout.strip()  # "" without git
+        code = {"script": Path(__file__).name, "version": "2026.11", "revision": revision}
+        settings = {"code": code} | asdict(args)
         (self.output / "args.json").write_text(json.dumps(settings, indent=2))
         self.file = open(self.output / "metrics.jsonl", "a")
         if args.track:
@@ -831,11 +834,9 @@ class Run:
             (self.output / "metrics.jsonl").write_text("".join(lines[: self.step]))  # one line for each step
 
     def finish(self):
-        """Saves the model, its moving average in ema/, the model card and the curves."""
+        """Saves the model, the model card and the curves."""
         self.bar.close()
         save_model(self.models["model"], self.output, self.args)
-        if "ema" in self.models:
-            save_model(self.models["ema"], self.output / "ema", self.args)
         if RANK:
             return
         self.file.close()
@@ -847,13 +848,6 @@ class Run:
             shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
 
 
-def code_version():
-    """The name of this script, its version, and the git revision of its folder, if it has one."""
-    command = ["git", "describe", "--always", "--dirty"]  # dirty: with uncommitted changes
-    git = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
-    return {"script": Path(__file__).name, "version": "2026.11", "revision": git.stdout.strip()}
-
-
 def describe(folder, args):
     """Writes curves.png, with a panel for each of CURVES, and README.md, the model card."""
     import pandas
@@ -862,14 +856,16 @@ def describe(folder, args):
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
-        shown = lines.filter(regex=pattern)
-        shown.plot(ax=axis, style=["o" if name.startswith("eval") else "-" for name in shown], title=title)
+        axis.set_title(title)
+        for name, values in lines.filter(regex=pattern).items():
+            axis.plot(values, "o" if name.startswith("eval") else "-", label=name)
+        axis.legend()
     figure.savefig(folder / "curves.png", dpi=120)
     defaults = asdict(Args())
     changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
     metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    code = " ".join(code_version().values())
-    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model}.\n\n"
+    code = " ".join(json.loads((folder / "args.json").read_text())["code"].values())
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model or 'scratch'}.\n\n"
     card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
     (folder / "README.md").write_text(card)
 
@@ -879,7 +875,9 @@ def read_command_line():
     read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
     args = read()
     if args.resume:
-        settings = json.loads(Path(args.resume, "args.json").read_text())
+        file = Path(args.resume, "args.json")
+        require(file.exists(), f"--resume {args.resume}: there is no run in this folder")
+        settings = json.loads(file.read_text())
         script = settings.pop("code")["script"]
         require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
         args = read(default=Args(**settings))

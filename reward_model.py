@@ -39,6 +39,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -372,23 +373,22 @@ def load_pairs(args, split, model):
         """The prompt, and the prompt with either answer, as the model reads them."""
         prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
         if prompt is None and isinstance(chosen, list) and isinstance(rejected, list):
-            check(chosen[:-1] == rejected[:-1], "'chosen' and 'rejected' differ before their last messages")
+            require(chosen[:-1] == rejected[:-1], "'chosen' and 'rejected' differ before their last messages")
             prompt, chosen, rejected = chosen[:-1], chosen[-1:], rejected[-1:]
         types = {type(prompt), type(chosen), type(rejected)}
         message = "'prompt', 'chosen' and 'rejected' should be texts in all rows, or messages in all rows"
-        check(types == {list if is_chat else str}, message)
+        require(types == {list if is_chat else str}, message)
         if not is_chat:
-            check(prompt and chosen and rejected, "'prompt', 'chosen' or 'rejected' is empty")
+            require(prompt and chosen and rejected, "'prompt', 'chosen' or 'rejected' is empty")
             return prompt, prompt + chosen, prompt + rejected
         check_messages(prompt, last="user")
         texts = [render(prompt, row, tokenizer, add_generation_prompt=True)]
         for answer in (chosen, rejected):
-            check(len(answer) == 1, "'chosen' or 'rejected' is not one message")
+            require(len(answer) == 1, "'chosen' or 'rejected' is not one message")
             check_messages(answer, last="assistant")
             texts.append(render_answer(prompt + answer, row, tokenizer))
-            check(
-                texts[-1].startswith(texts[0]), f"the chat template does not write {texts[0][-30:]!r} before an answer"
-            )
+            begins = texts[-1].startswith(texts[0])
+            require(begins, f"the chat template does not write {texts[0][-30:]!r} before an answer")
         return texts
 
     def pair_of(columns):
@@ -396,13 +396,13 @@ def load_pairs(args, split, model):
         row, prompt, *texts = columns
         for i, ids in enumerate(texts):
             has_prompt = np.array_equal(ids[: len(prompt)], prompt)
-            check(has_prompt, "a token of the text holds the end of its prompt: does the prompt end with a space?")
+            require(has_prompt, "a token of the text holds the end of its prompt: does the prompt end with a space?")
             if not is_chat and ids[-1] != tokenizer.eos_token_id:
                 ids = np.append(ids, np.int32(tokenizer.eos_token_id))
             texts[i] = ids[len(prompt) :]
-        check(not np.array_equal(*texts), "'chosen' and 'rejected' are the same")
+        require(not np.array_equal(*texts), "'chosen' and 'rejected' are the same")
         margin = row.get("margin") or 0.0
-        check(isinstance(margin, (int, float)) and math.isfinite(margin), f"'margin' is no number: {margin!r:.60}")
+        require(isinstance(margin, (int, float)) and math.isfinite(margin), f"'margin' is no number: {margin!r:.60}")
         return Pair(prompt, *texts, margin)
 
     tokenizer = model.tokenizer
@@ -466,20 +466,15 @@ def require(condition, message):
         sys.exit(f"error: {message}")
 
 
-def check(condition, message):
-    """Raises a ValueError with the message unless the condition holds. It is for a row: `parse` adds its number."""
-    if not condition:
-        raise ValueError(message)
-
-
 def parse(rows, function, where):
     """Applies a function to each row. An error ends the run and names the row."""
     parsed = []
     for number, row in enumerate(rows, 1):
         try:
             parsed.append(function(row))
-        except (ValueError, TypeError, TemplateError) as error:
-            sys.exit(f"error: row {number} of {where}: {error} (recipes/data.py converts other forms)")
+        except (SystemExit, ValueError, TypeError, TemplateError) as error:
+            reason = str(error).removeprefix("error: ")
+            sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
 
 
@@ -509,21 +504,21 @@ def check_messages(messages, last):
     """Refuses what is not a list of {role, content} that ends with a message of the role `last`."""
     for message in messages:
         is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
-        check(is_message, f"a message has a role and a content, but this is {message!r:.60}")
-        check(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
+        require(is_message, f"a message has a role and a content, but this is {message!r:.60}")
+        require(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
         is_text = isinstance(message["content"], str) and message["content"].strip()
-        check(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
-    check(messages and messages[-1]["role"] == last, f"the last message is not one of the {last}")
+        require(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
+    require(messages and messages[-1]["role"] == last, f"the last message is not one of the {last}")
 
 
 def render(messages, row, tokenizer, **options):
     """Renders messages with the chat template, which gets the row's `tools` and `chat_template_kwargs` (as in TRL).
     Refuses a row of which the template leaves something out."""
-    check(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
+    require(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
     options |= row.get("chat_template_kwargs") or {}
     text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options)
     for message in messages:
-        check(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
+        require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
     return text
 
 
@@ -595,6 +590,7 @@ def start(args):
     if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
         print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # at each checkpoint of a single process
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
@@ -663,12 +659,9 @@ def clip_gradient(parameters, max_norm):
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
-
-    A step is one update. To log a number, put it into the stats, under any name. In a checkpoint, each process writes
-    its weights and moments as safetensors; then process 0 adds state.json with `carry`, what one step hands to the
-    next. On a CPU, a resumed run equals an uninterrupted one bit for bit.
-    """
+    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves. In
+    a checkpoint, each process writes its weights and moments as safetensors; then process 0 adds state.json with
+    `carry`, what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
         self.args = args
@@ -694,7 +687,10 @@ class Run:
         if RANK:
             return
         self.output.mkdir(parents=True, exist_ok=bool(args.resume))
-        settings = {"code": code_version()} | asdict(args)
+        options = {"shell": True, "cwd": Path(__file__).resolve().parent, "capture_output": True, "text": True}
+        revision = subprocess.run("git describe --always --dirty", **options).stdout.strip()  # "" without git
+        code = {"script": Path(__file__).name, "version": "2026.11", "revision": revision}
+        settings = {"code": code} | asdict(args)
         (self.output / "args.json").write_text(json.dumps(settings, indent=2))
         self.file = open(self.output / "metrics.jsonl", "a")
         if args.track:
@@ -793,11 +789,9 @@ class Run:
             (self.output / "metrics.jsonl").write_text("".join(lines[: self.step]))  # one line for each step
 
     def finish(self):
-        """Saves the model, its moving average in ema/, the model card and the curves."""
+        """Saves the model, the model card and the curves."""
         self.bar.close()
         save_model(self.models["model"], self.output, self.args)
-        if "ema" in self.models:
-            save_model(self.models["ema"], self.output / "ema", self.args)
         if RANK:
             return
         self.file.close()
@@ -807,13 +801,6 @@ class Run:
             print(f"to continue from step {self.step}: --resume {self.output}")
         elif not self.args.save_total_limit:
             shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
-
-
-def code_version():
-    """The name of this script, its version, and the git revision of its folder, if it has one."""
-    command = ["git", "describe", "--always", "--dirty"]  # dirty: with uncommitted changes
-    git = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
-    return {"script": Path(__file__).name, "version": "2026.11", "revision": git.stdout.strip()}
 
 
 def save_model(model, folder, args):
@@ -828,7 +815,7 @@ def save_model(model, folder, args):
     if args.lora_r:
         from peft import PeftModel
 
-        base = load_model(model.auto_class, args.model, new_weights=("score.weight", "lm_head.weight"))
+        base = model.auto_class.from_pretrained(args.model, dtype=torch.float32)
         base.config = model.config
         base.generation_config = getattr(model, "generation_config", None)  # with the stop tokens
         PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
@@ -843,14 +830,16 @@ def describe(folder, args):
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
-        shown = lines.filter(regex=pattern)
-        shown.plot(ax=axis, style=["o" if name.startswith("eval") else "-" for name in shown], title=title)
+        axis.set_title(title)
+        for name, values in lines.filter(regex=pattern).items():
+            axis.plot(values, "o" if name.startswith("eval") else "-", label=name)
+        axis.legend()
     figure.savefig(folder / "curves.png", dpi=120)
     defaults = asdict(Args())
     changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
     metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    code = " ".join(code_version().values())
-    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model}.\n\n"
+    code = " ".join(json.loads((folder / "args.json").read_text())["code"].values())
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model or 'scratch'}.\n\n"
     card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
     (folder / "README.md").write_text(card)
 
@@ -860,7 +849,9 @@ def read_command_line():
     read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
     args = read()
     if args.resume:
-        settings = json.loads(Path(args.resume, "args.json").read_text())
+        file = Path(args.resume, "args.json")
+        require(file.exists(), f"--resume {args.resume}: there is no run in this folder")
+        settings = json.loads(file.read_text())
         script = settings.pop("code")["script"]
         require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
         args = read(default=Args(**settings))

@@ -50,6 +50,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -58,7 +59,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
-from warnings import warn
 
 import numpy as np
 import pydantic
@@ -676,9 +676,9 @@ def check_update(stats, step, policy):
     message = "rollout and update use different distributions (policy/first_ratio_error): does the model ignore "
     require(is_one or step > 1, message + "position_ids or the attention mask, or have dropout or infinite weights?")
     if policy.stop_token_ids and stats["val/eos_share"] < 0.5:
-        warn("most responses have no stop token: see --response-length, --missing-eos-penalty, --stop-token")
+        warnings.warn("most responses have no stop token: see --response-length, --missing-eos-penalty, --stop-token")
     if stats["objective/scores_std"] < 1e-6:
-        warn("all scores of the batch are equal, so no response is better than another: check the reward")
+        warnings.warn("all scores of the batch are equal, so no response is better than another: check the reward")
 
 
 def show_samples(run, rollout, tokenizer):
@@ -808,10 +808,12 @@ def load_function(file, name):
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
     for neighbour in path.parent.glob("*.py"):
-        if getattr(sys.modules.get(neighbour.stem), "__file__", str(neighbour)) != str(neighbour):
+        loaded = getattr(sys.modules.get(neighbour.stem), "__file__", None)
+        if loaded not in (None, str(neighbour)) and neighbour.stem not in sys.stdlib_module_names:
             del sys.modules[neighbour.stem]
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look it up there
     spec.loader.exec_module(module)
     return getattr(module, name)
 
@@ -840,20 +842,22 @@ def function_reward(function, rollout, tokenizer, args):
 # --- Rows -------------------------------------------------------------------------------------------------------------
 def load_prompts(args, split, tokenizer):
     """The rows of a split, each with the ids of its prompt as `input_ids`. Prompts that are too long are dropped."""
+    rows = read_rows(args.dataset, args.dataset_config, split)
+    form = list if rows and isinstance(rows[0].get("prompt"), list) else str  # messages or texts
 
     def text_of(row):
         """The prompt as the policy reads it. Messages are rendered up to where the assistant's answer begins."""
         reserved = row.keys() & {"input_ids", "prompts", "prompts_text", "completions", "completion_ids"}
-        check(not reserved, f"rename the column {reserved}: reward functions have arguments of that name")
-        if isinstance(row.get("prompt"), list):
-            check_messages(row["prompt"], last="user")
-            return render(row["prompt"], row, tokenizer, add_generation_prompt=True)
-        check(isinstance(row.get("prompt"), str) and row["prompt"], "'prompt' is neither a text nor messages, or empty")
-        return row["prompt"]
+        require(not reserved, f"rename the column {reserved}: reward functions have arguments of that name")
+        prompt = row.get("prompt")
+        require(prompt and isinstance(prompt, form), "'prompt' is empty, or not in all rows a text, or in all messages")
+        if form is str:
+            return prompt
+        check_messages(prompt, last="user")
+        return render(prompt, row, tokenizer, add_generation_prompt=True)
 
-    rows = read_rows(args.dataset, args.dataset_config, split)
     texts = parse(rows, text_of, f"{args.dataset}, {split}")
-    for row, ids in zip(rows, encode(texts, tokenizer, is_chat=holds_messages(rows, "prompt"))):
+    for row, ids in zip(rows, encode(texts, tokenizer, is_chat=form is list)):
         row["input_ids"] = ids
     prompts = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
     require(prompts or split != args.dataset_train_split, f"{args.dataset} has no prompts in its split {split}")
@@ -872,20 +876,15 @@ def require(condition, message):
         sys.exit(f"error: {message}")
 
 
-def check(condition, message):
-    """Raises a ValueError with the message unless the condition holds. It is for a row: `parse` adds its number."""
-    if not condition:
-        raise ValueError(message)
-
-
 def parse(rows, function, where):
     """Applies a function to each row. An error ends the run and names the row."""
     parsed = []
     for number, row in enumerate(rows, 1):
         try:
             parsed.append(function(row))
-        except (ValueError, TypeError, TemplateError) as error:
-            sys.exit(f"error: row {number} of {where}: {error} (recipes/data.py converts other forms)")
+        except (SystemExit, ValueError, TypeError, TemplateError) as error:
+            reason = str(error).removeprefix("error: ")
+            sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
 
 
@@ -911,32 +910,25 @@ def read_rows(name, config, split):
     return rows[: int(end[:-1])] if end else rows
 
 
-def holds_messages(rows, column):
-    """Whether a column holds messages, in all rows, or texts, in all rows."""
-    types = {type(row[column]) for row in rows}
-    require(len(types) < 2, f"the column {column!r} holds texts in some rows and messages in others")
-    return list in types
-
-
 def check_messages(messages, last):
     """Refuses what is not a list of {role, content} that ends with a message of the role `last`."""
     for message in messages:
         is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
-        check(is_message, f"a message has a role and a content, but this is {message!r:.60}")
-        check(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
+        require(is_message, f"a message has a role and a content, but this is {message!r:.60}")
+        require(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
         is_text = isinstance(message["content"], str) and message["content"].strip()
-        check(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
-    check(messages and messages[-1]["role"] == last, f"the last message is not one of the {last}")
+        require(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
+    require(messages and messages[-1]["role"] == last, f"the last message is not one of the {last}")
 
 
 def render(messages, row, tokenizer, **options):
     """Renders messages with the chat template, which gets the row's `tools` and `chat_template_kwargs` (as in TRL).
     Refuses a row of which the template leaves something out."""
-    check(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
+    require(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
     options |= row.get("chat_template_kwargs") or {}
     text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options)
     for message in messages:
-        check(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
+        require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
     return text
 
 
@@ -1060,6 +1052,7 @@ def start(args):
     if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
         print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # at each checkpoint of a single process
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
@@ -1141,12 +1134,9 @@ def clip_gradient(parameters, max_norm):
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
-
-    A step is one update. To log a number, put it into the stats, under any name. In a checkpoint, each process writes
-    its weights and moments as safetensors; then process 0 adds state.json with `carry`, what one step hands to the
-    next. On a CPU, a resumed run equals an uninterrupted one bit for bit.
-    """
+    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves. In
+    a checkpoint, each process writes its weights and moments as safetensors; then process 0 adds state.json with
+    `carry`, what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
         self.args = args
@@ -1172,7 +1162,10 @@ class Run:
         if RANK:
             return
         self.output.mkdir(parents=True, exist_ok=bool(args.resume))
-        settings = {"code": code_version()} | asdict(args)
+        options = {"shell": True, "cwd": Path(__file__).resolve().parent, "capture_output": True, "text": True}
+        revision = subprocess.run("git describe --always --dirty", **options).stdout.strip()  # "" without git
+        code = {"script": Path(__file__).name, "version": "2026.11", "revision": revision}
+        settings = {"code": code} | asdict(args)
         (self.output / "args.json").write_text(json.dumps(settings, indent=2))
         self.file = open(self.output / "metrics.jsonl", "a")
         if args.track:
@@ -1271,11 +1264,9 @@ class Run:
             (self.output / "metrics.jsonl").write_text("".join(lines[: self.step]))  # one line for each step
 
     def finish(self):
-        """Saves the model, its moving average in ema/, the model card and the curves."""
+        """Saves the model, the model card and the curves."""
         self.bar.close()
         save_model(self.models["model"], self.output, self.args)
-        if "ema" in self.models:
-            save_model(self.models["ema"], self.output / "ema", self.args)
         if RANK:
             return
         self.file.close()
@@ -1285,13 +1276,6 @@ class Run:
             print(f"to continue from step {self.step}: --resume {self.output}")
         elif not self.args.save_total_limit:
             shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
-
-
-def code_version():
-    """The name of this script, its version, and the git revision of its folder, if it has one."""
-    command = ["git", "describe", "--always", "--dirty"]  # dirty: with uncommitted changes
-    git = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
-    return {"script": Path(__file__).name, "version": "2026.11", "revision": git.stdout.strip()}
 
 
 def save_model(model, folder, args):
@@ -1306,7 +1290,7 @@ def save_model(model, folder, args):
     if args.lora_r:
         from peft import PeftModel
 
-        base = load_model(model.auto_class, args.model, new_weights=("score.weight", "lm_head.weight"))
+        base = model.auto_class.from_pretrained(args.model, dtype=torch.float32)
         base.config = model.config
         base.generation_config = getattr(model, "generation_config", None)  # with the stop tokens
         PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
@@ -1321,14 +1305,16 @@ def describe(folder, args):
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
-        shown = lines.filter(regex=pattern)
-        shown.plot(ax=axis, style=["o" if name.startswith("eval") else "-" for name in shown], title=title)
+        axis.set_title(title)
+        for name, values in lines.filter(regex=pattern).items():
+            axis.plot(values, "o" if name.startswith("eval") else "-", label=name)
+        axis.legend()
     figure.savefig(folder / "curves.png", dpi=120)
     defaults = asdict(Args())
     changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
     metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    code = " ".join(code_version().values())
-    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model}.\n\n"
+    code = " ".join(json.loads((folder / "args.json").read_text())["code"].values())
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model or 'scratch'}.\n\n"
     card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
     (folder / "README.md").write_text(card)
 
@@ -1338,7 +1324,9 @@ def read_command_line():
     read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
     args = read()
     if args.resume:
-        settings = json.loads(Path(args.resume, "args.json").read_text())
+        file = Path(args.resume, "args.json")
+        require(file.exists(), f"--resume {args.resume}: there is no run in this folder")
+        settings = json.loads(file.read_text())
         script = settings.pop("code")["script"]
         require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
         args = read(default=Args(**settings))

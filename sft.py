@@ -39,6 +39,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -242,17 +243,17 @@ def has_form(row, kind, *columns):
 def read_texts(row, kind, columns, tokenizer, args):
     """The texts of a row as pairs of prompt and answer: one, or one for each answer of the assistant in `messages`."""
     message = "there is no `text`, or `prompt` and `completion`, or `messages`, of the same type in all rows"
-    check(has_form(row, kind, *columns), message)
+    require(has_form(row, kind, *columns), message)
     if kind is str:
         prompt = row["prompt"] if "prompt" in columns else ""
         answer = row[columns[-1]]
-        check(answer.strip(), f"its {columns[-1]} is empty")
+        require(answer.strip(), f"its {columns[-1]} is empty")
         return [(prompt, answer)]
     messages = [message for name in columns for message in row[name]]
     roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
     answers = [i for i, role in enumerate(roles) if role == "assistant"]
     if "completion" in columns:
-        check(len(row["completion"]) == 1, "its completion is not one message")
+        require(len(row["completion"]) == 1, "its completion is not one message")
         answers = [len(messages) - 1]
     end = 1 + max(answers, default=len(messages))
     check_messages(messages[:end], last="assistant")
@@ -260,10 +261,10 @@ def read_texts(row, kind, columns, tokenizer, args):
         answers = answers[-1:]  # whose text has the tokens of all others
     texts = []
     for i in answers:
-        check(i and roles[i - 1] == "user", "an answer does not follow a message of the user")
+        require(i and roles[i - 1] == "user", "an answer does not follow a message of the user")
         prompt = render(messages[:i], row, tokenizer, add_generation_prompt=True)
         whole = render_answer(messages[: i + 1], row, tokenizer)
-        check(whole.startswith(prompt), f"the chat template does not write {prompt[-30:]!r} before an answer")
+        require(whole.startswith(prompt), f"the chat template does not write {prompt[-30:]!r} before an answer")
         texts.append((prompt, whole.removeprefix(prompt)))
     return texts
 
@@ -418,20 +419,15 @@ def require(condition, message):
         sys.exit(f"error: {message}")
 
 
-def check(condition, message):
-    """Raises a ValueError with the message unless the condition holds. It is for a row: `parse` adds its number."""
-    if not condition:
-        raise ValueError(message)
-
-
 def parse(rows, function, where):
     """Applies a function to each row. An error ends the run and names the row."""
     parsed = []
     for number, row in enumerate(rows, 1):
         try:
             parsed.append(function(row))
-        except (ValueError, TypeError, TemplateError) as error:
-            sys.exit(f"error: row {number} of {where}: {error} (recipes/data.py converts other forms)")
+        except (SystemExit, ValueError, TypeError, TemplateError) as error:
+            reason = str(error).removeprefix("error: ")
+            sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
 
 
@@ -461,21 +457,21 @@ def check_messages(messages, last):
     """Refuses what is not a list of {role, content} that ends with a message of the role `last`."""
     for message in messages:
         is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
-        check(is_message, f"a message has a role and a content, but this is {message!r:.60}")
-        check(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
+        require(is_message, f"a message has a role and a content, but this is {message!r:.60}")
+        require(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
         is_text = isinstance(message["content"], str) and message["content"].strip()
-        check(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
-    check(messages and messages[-1]["role"] == last, f"the last message is not one of the {last}")
+        require(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
+    require(messages and messages[-1]["role"] == last, f"the last message is not one of the {last}")
 
 
 def render(messages, row, tokenizer, **options):
     """Renders messages with the chat template, which gets the row's `tools` and `chat_template_kwargs` (as in TRL).
     Refuses a row of which the template leaves something out."""
-    check(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
+    require(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
     options |= row.get("chat_template_kwargs") or {}
     text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options)
     for message in messages:
-        check(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
+        require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
     return text
 
 
@@ -567,6 +563,7 @@ def start(args):
     if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
         print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # at each checkpoint of a single process
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
@@ -627,12 +624,9 @@ def clip_gradient(parameters, max_norm):
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
-
-    A step is one update. To log a number, put it into the stats, under any name. In a checkpoint, each process writes
-    its weights and moments as safetensors; then process 0 adds state.json with `carry`, what one step hands to the
-    next. On a CPU, a resumed run equals an uninterrupted one bit for bit.
-    """
+    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves. In
+    a checkpoint, each process writes its weights and moments as safetensors; then process 0 adds state.json with
+    `carry`, what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
         self.args = args
@@ -658,7 +652,10 @@ class Run:
         if RANK:
             return
         self.output.mkdir(parents=True, exist_ok=bool(args.resume))
-        settings = {"code": code_version()} | asdict(args)
+        options = {"shell": True, "cwd": Path(__file__).resolve().parent, "capture_output": True, "text": True}
+        revision = subprocess.run("git describe --always --dirty", **options).stdout.strip()  # "" without git
+        code = {"script": Path(__file__).name, "version": "2026.11", "revision": revision}
+        settings = {"code": code} | asdict(args)
         (self.output / "args.json").write_text(json.dumps(settings, indent=2))
         self.file = open(self.output / "metrics.jsonl", "a")
         if args.track:
@@ -757,11 +754,9 @@ class Run:
             (self.output / "metrics.jsonl").write_text("".join(lines[: self.step]))  # one line for each step
 
     def finish(self):
-        """Saves the model, its moving average in ema/, the model card and the curves."""
+        """Saves the model, the model card and the curves."""
         self.bar.close()
         save_model(self.models["model"], self.output, self.args)
-        if "ema" in self.models:
-            save_model(self.models["ema"], self.output / "ema", self.args)
         if RANK:
             return
         self.file.close()
@@ -771,13 +766,6 @@ class Run:
             print(f"to continue from step {self.step}: --resume {self.output}")
         elif not self.args.save_total_limit:
             shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
-
-
-def code_version():
-    """The name of this script, its version, and the git revision of its folder, if it has one."""
-    command = ["git", "describe", "--always", "--dirty"]  # dirty: with uncommitted changes
-    git = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
-    return {"script": Path(__file__).name, "version": "2026.11", "revision": git.stdout.strip()}
 
 
 def save_model(model, folder, args):
@@ -792,7 +780,7 @@ def save_model(model, folder, args):
     if args.lora_r:
         from peft import PeftModel
 
-        base = load_model(model.auto_class, args.model, new_weights=("score.weight", "lm_head.weight"))
+        base = model.auto_class.from_pretrained(args.model, dtype=torch.float32)
         base.config = model.config
         base.generation_config = getattr(model, "generation_config", None)  # with the stop tokens
         PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
@@ -807,14 +795,16 @@ def describe(folder, args):
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
-        shown = lines.filter(regex=pattern)
-        shown.plot(ax=axis, style=["o" if name.startswith("eval") else "-" for name in shown], title=title)
+        axis.set_title(title)
+        for name, values in lines.filter(regex=pattern).items():
+            axis.plot(values, "o" if name.startswith("eval") else "-", label=name)
+        axis.legend()
     figure.savefig(folder / "curves.png", dpi=120)
     defaults = asdict(Args())
     changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
     metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    code = " ".join(code_version().values())
-    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model}.\n\n"
+    code = " ".join(json.loads((folder / "args.json").read_text())["code"].values())
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model or 'scratch'}.\n\n"
     card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
     (folder / "README.md").write_text(card)
 
@@ -824,7 +814,9 @@ def read_command_line():
     read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
     args = read()
     if args.resume:
-        settings = json.loads(Path(args.resume, "args.json").read_text())
+        file = Path(args.resume, "args.json")
+        require(file.exists(), f"--resume {args.resume}: there is no run in this folder")
+        settings = json.loads(file.read_text())
         script = settings.pop("code")["script"]
         require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
         args = read(default=Args(**settings))
