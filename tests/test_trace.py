@@ -6,7 +6,7 @@ import runpy
 import sys
 
 import pytest
-from browser import Elements
+from elements import Elements
 from sources import ROOT, text_of
 
 sys.path.insert(0, str(ROOT / "tools"))

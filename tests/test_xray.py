@@ -5,7 +5,7 @@ import re
 import sys
 
 import torch
-from browser import Elements
+from elements import Elements
 from safetensors.torch import save_file
 from sources import ROOT
 from transformers import AutoTokenizer

@@ -1,0 +1,77 @@
+"""mkdocs.yml, docs/site_hook.py: the site has all pages as GitHub shows them, and each of its links opens something."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from urllib.parse import unquote
+
+import pytest
+from elements import Elements
+from markdown_it import MarkdownIt
+from sources import ROOT, text_of
+from test_docs import PAGES
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="pip install -r docs/requirements.txt")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Built with pictures as PNG. A link or a heading that is missing is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", folder]
+    built = subprocess.run(command, cwd=ROOT, env=os.environ | {"SVG": "false"}, capture_output=True, text=True)
+    assert not built.returncode, built.stdout + built.stderr
+    return folder
+
+
+def place_of(page):
+    """Where a page of the repository is on the site."""
+    path = page.relative_to(ROOT)
+    return path.with_name("index.html") if path.name == "README.md" else path.with_suffix(".html")
+
+
+def test_every_link_of_the_site_opens_a_file_of_it(site):
+    for page in site.rglob("*.html"):
+        for link in Elements(page.read_text("utf-8")).links:
+            file = unquote(link.partition("#")[0])
+            assert re.match(r"https?:|mailto:|data:|/", link) or (page.parent / file).exists(), (page, link)
+
+
+def test_every_page_is_there_with_the_elements_that_github_shows(site):
+    """A list that GitHub sees without an empty line before it is none for mkdocs."""
+    for page in PAGES:
+        assert (site / place_of(page)).exists(), f"{page}: no page of the site has a link to it"
+        ours = Counter(Elements(MarkdownIt("gfm-like", {"linkify": False}).render(text_of(page))).tags)
+        article = re.search(r"<article.*</article>", (site / place_of(page)).read_text("utf-8"), re.S)[0]
+        theirs = Counter(Elements(article).tags)
+        for tag in ("li", "ul", "ol", "tr", "pre", "h2", "h3", "img"):
+            assert theirs[tag] == ours[tag], f"{page}: {theirs[tag]} <{tag}>, and {ours[tag]} on GitHub"
+
+
+def opens(page, place):
+    """Whether a trace (tools/trace.html, `find`) or an X-ray has a place."""
+    runs = re.findall(r'^<script>runs\.set\("(\w+)"', page, re.M)
+    if runs:
+        return place in runs
+    steps = json.loads(re.search(r"^const data = (.*)$", page, re.M)[1])["steps"]
+    name, _, nth = place.partition(".")
+    makers = [line for line, _, _, _, made in steps if name in made]
+    return name in {function for _, function, *_ in steps} or len(makers) >= int(nth or 1)
+
+
+def test_links_to_traces_and_x_rays_open_what_they_show(site):
+    seen = 0
+    for page in PAGES:
+        place = site / place_of(page)
+        for link in LINK.findall(text_of(page)):
+            file, _, shown = link.partition("#")
+            if shown and file.endswith(".html"):
+                seen += 1
+                assert link in Elements(place.read_text("utf-8")).links, (page, link)
+                assert opens((place.parent / file).read_text("utf-8"), shown), (page, link)
+    assert seen >= 34
