@@ -3,6 +3,7 @@
     python recipes/data.py gsm8k data/gsm8k --chat "Think step by step. End with #### and the number."
     python recipes/data.py hh data/hh --source /datasets/hh-rlhf      # rows on disk: a folder, or a file
     python recipes/data.py file my.csv data/mine --held-out 200       # your own file: csv, tsv, jsonl, json, parquet
+    python recipes/data.py pairs runs/my-evaluation/answers.jsonl data/pairs       # answers that your judge has scored
 
 Without --chat rows are plain texts, for base models. With --chat they are messages, for the chat template of a chat
 model; the text after --chat becomes the system message, unless the row has its own. (Conversations in your own file
@@ -548,6 +549,7 @@ FORMS = {  # a file has the first form whose columns it has
 }
 OPTIONS = {"tools": list, "chat_template_kwargs": dict}  # what a chat template reads besides messages
 RESERVED = {"input_ids", "prompts", "prompts_text", "completions", "completion_ids"}  # arguments of reward functions
+MEASURES = ("kl", "kl_k3", "eos_share", "response_length")  # of tools/evaluate.py, which are no rewards
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -625,6 +627,51 @@ def convert_file(args: argparse.Namespace) -> tuple[list[str], list[str], str]:
     if "prompt" in form.columns:
         cut_prompts(rows, [column for column in form.columns if column in ANSWERS])
     return convert(rows, partial(read_own, form, args), args), [], form.next
+
+
+# --- Answers that a judge has scored ----------------------------------------------------------------------------------
+
+
+def convert_answers(args: argparse.Namespace) -> tuple[list[str], list[str], str]:
+    """A pair for each prompt in the answers.jsonl of tools/evaluate.py, or with --best the best answer; the command."""
+    answers = read_file(args.path)
+    columns = list(answers[0])
+    require("response" in columns, "this is not answers.jsonl, which tools/evaluate.py writes")
+    place = columns.index("response")  # the columns of the row come before it, and the rewards after it
+    reward = args.reward or columns[place + 1]
+    is_reward = reward in columns[place + 1 :] and reward not in MEASURES
+    require(is_reward, "there are no such rewards: see --reward-fn of tools/evaluate.py")
+    print(f"reward: {reward}")
+    groups = {}
+    for answer in answers:
+        row = {column: answer[column] for column in columns[:place]}
+        if answer[reward] is not None and answer["response"].strip():
+            groups.setdefault(as_line(row), []).append(answer)
+    draw = random.Random(0)
+    rows = [choose(json.loads(row), group, reward, args, draw) for row, group in groups.items()]
+    rows = [row for row in rows if row]
+    print(f"prompts: {len(groups)}, of which {len(groups) - len(rows)} have no answer that is complete and better")
+    require(rows, "no prompt has answers with different rewards")
+    form = FORMS["completions" if args.best else "pairs"]
+    return convert(rows, partial(read_own, form, args), args), [], form.next
+
+
+def choose(row: dict, answers: list[dict], reward: str, args: argparse.Namespace, draw: random.Random) -> dict | None:
+    """The row with its best answer and one of a lower reward; None if there are none.
+
+    An answer that was cut off cannot be the best one: in training it would end where it was cut off.
+    """
+    ended = [answer for answer in answers if answer["eos_share"]]
+    best = max(ended, key=lambda answer: answer[reward], default=None)
+    worse = [answer["response"] for answer in answers if best and answer[reward] < best[reward]]
+    if not worse:
+        return None
+    if args.best:
+        return row | {"completion": best["response"]}
+    pair = [best["response"], draw.choice(worse)]
+    if draw.random() < args.flip:
+        pair.reverse()
+    return row | dict(zip(PAIR, pair))
 
 
 # --- Reading and writing ----------------------------------------------------------------------------------------------
@@ -721,7 +768,8 @@ def write(file: Path, lines: list[str]) -> None:
 def read_command_line() -> argparse.Namespace:
     """The settings: a data set's, or those of a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    programs = parser.add_subparsers(dest="name", required=True, metavar="NAME", help=", ".join(["file", *RECIPES]))
+    names = ", ".join(["file", "pairs", *RECIPES])
+    programs = parser.add_subparsers(dest="name", required=True, metavar="NAME", help=names)
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("folder", type=Path, help="for train.jsonl and validation.jsonl")
     shared.add_argument("--chat", nargs="?", const="", metavar="SYSTEM", help="messages, with this system message")
@@ -742,6 +790,11 @@ def read_command_line() -> argparse.Namespace:
     file.add_argument("--text-column")
     file.add_argument("--messages-column")
     file.add_argument("--numbers", nargs="+", default=[], metavar="COLUMN", help="columns to read as numbers")
+    pairs = programs.add_parser("pairs", parents=[paths, shared])
+    pairs.add_argument("--reward", help="column of answers.jsonl to compare; by default the first reward")
+    pairs.add_argument("--best", action="store_true", help="write the best answers, for sft.py, instead of pairs")
+    pairs.add_argument("--flip", type=float, default=0.0, help="share of the pairs whose labels are wrong on purpose")
+    pairs.set_defaults(numbers=[])
     return parser.parse_args()
 
 
@@ -749,7 +802,8 @@ def main() -> None:
     """Reads the command line, and writes the rows."""
     args = read_command_line()
     try:
-        train, validation, command = convert_file(args) if args.name == "file" else convert_recipe(args)
+        convert_it = {"file": convert_file, "pairs": convert_answers}.get(args.name, convert_recipe)
+        train, validation, command = convert_it(args)
         require(train, "no rows are left")
         if not validation:
             train, validation = hold_out(train, args.held_out)

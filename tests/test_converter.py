@@ -38,7 +38,7 @@ def save(file, rows):
         file.write_text("\n".join(lines) if file.suffix == ".jsonl" else f"[{', '.join(lines)}]", "utf-8")
 
 
-def convert(folder, content, *flags, name="d.jsonl"):
+def convert(folder, content, *flags, name="d.jsonl", program="file"):
     """Runs the program on rows, or on what a file has; the rows to train on, and those to evaluate on."""
     file = folder / name
     if isinstance(content, bytes):
@@ -46,7 +46,7 @@ def convert(folder, content, *flags, name="d.jsonl"):
     else:
         save(file, content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["data.py", "file", str(file), str(folder / "out"), *flags])
+        patch.setattr(sys, "argv", ["data.py", program, str(file), str(folder / "out"), *flags])
         data.main()
     files = [folder / "out" / f"{split}.jsonl" for split in ("train", "validation")]
     lines = [file.read_text("utf-8").split("\n")[:-1] if file.exists() else [] for file in files]
@@ -293,3 +293,40 @@ def test_what_the_program_says(tmp_path, capsys):
     convert(tmp_path, [{"prompt": "A", "q": "B?"}], "--prompt-column", "q")
     assert re.search("not read:.* prompt.* q ", capsys.readouterr().out)
     assert (tmp_path / "out/train.jsonl").read_text() == '{"prompt": "B?"}\n'
+
+
+def answers(prompt, *judged):
+    """Lines of the answers.jsonl of tools/evaluate.py: each answer with its reward, and whether it is complete."""
+    names = ("response", "f.py:f", "g.py:g", "eos_share")
+    return [{"prompt": prompt, "x": 1} | dict(zip(names, (text, f, -f if f else f, end))) for text, f, end in judged]
+
+
+JUDGED = answers("A", (" good", 1.0, 1.0), (" bad", 0.0, 1.0), (" cut", 2.0, 0.0))  # what was cut off is not the best
+JUDGED += answers("B", (" one", 1.0, 1.0), (" two", 1.0, 1.0))  # equal rewards
+JUDGED += answers("C", (" cut", 1.0, 0.0), (" too", 0.0, 0.0))  # no complete answer
+JUDGED += answers("D", (" ", 0.0, 1.0), (" some", 1.0, 1.0), (" none", None, 1.0))  # an empty one, and no reward
+JUDGED += answers(talk("E?"), (" Bad.", 0.5, 0.0), ("Good.", 0.75, 1.0), ("Good.", 0.75, 1.0))
+
+
+def test_answers_that_a_judge_has_scored(tmp_path, capsys):
+    """The best complete answer to a prompt stands against one of a lower reward, or alone."""
+    texts, chats = JUDGED[:-3], JUDGED[-3:]
+    pair = {"prompt": "A", "chosen": " good", "rejected": " bad"}
+    assert convert(tmp_path, texts, program="pairs") == [[pair], []]
+    assert "reward: f.py:f" in capsys.readouterr().out
+    assert convert(tmp_path, texts, "--best", program="pairs") == [[{"prompt": "A", "completion": " good"}], []]
+    found = {"prompt": talk("E?"), "chosen": say("Good."), "rejected": say("Bad.")}
+    assert convert(tmp_path, chats, program="pairs") == [[found], []]
+    [row], _ = convert(tmp_path, texts[:2], "--reward", "g.py:g", program="pairs")
+    assert row["chosen"] == " bad"
+    for flags, rows in ((["--reward", "x"], texts), ([], texts[3:5]), ([], [PAIR])):
+        with pytest.raises(SystemExit, match="^error: (there are no such rewards|no prompt|this is not)"):
+            convert(tmp_path, rows, *flags, program="pairs")
+
+
+def test_a_share_of_labels_is_wrong_on_purpose(tmp_path):
+    """The same ones in each call."""
+    rows = [line for i in range(200) for line in answers(f"{i}", (" good", 1.0, 1.0), (" bad", 0.0, 1.0))]
+    pairs, _ = convert(tmp_path, rows, "--flip", "0.1", program="pairs")
+    assert 10 <= sum(row["chosen"] == " bad" for row in pairs) <= 30
+    assert convert(tmp_path, rows, "--flip", "0.1", program="pairs")[0] == pairs
