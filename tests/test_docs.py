@@ -55,8 +55,8 @@ ARGUMENTS = {path: arguments(path) for path in [*SCRIPTS, *PROGRAMS]}
 ARGUMENTS["recipes/tasks.py"] |= {"--max-terms", "--max-digits", "--max-words"}
 # What it hands on to the short file
 ARGUMENTS["exercises/train.py"] |= set().union(*(ARGUMENTS[f"lecture/{name}.py"] for name in ("ppo", "grpo", "dpo")))
-# The settings that the forks of docs/questions.md add to a short file
-OF_FORKS = re.findall(r"^\+    (\w+): ", text_of("docs/questions.md"), re.M)
+# The settings that the forks of docs/diffs/questions.md add to a short file
+OF_FORKS = re.findall(r"^\+    (\w+): ", text_of("docs/diffs/questions.md"), re.M)
 ALL_FLAGS = set().union(*ARGUMENTS.values(), (f"--{name.replace('_', '-')}" for name in OF_FORKS))
 
 
