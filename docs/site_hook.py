@@ -5,12 +5,14 @@ change: a source file becomes a page (ppo.py is at ppo.py.html), a folder withou
 files, and pictures that our programs draw become SVG.
 """
 
+import html
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +20,8 @@ SVG = ROOT / "runs/site"
 DRAW = {"experiments/draw.py": SVG, "exercises/bugs/gallery.py": SVG / "bugs"}  # what draws, and where
 AS_THEY_ARE = (".md", ".png", ".svg", ".html", ".json", ".jsonl")  # other files are source code
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")  # a file of the repository; a place in it may follow
+WIDE = ".md-grid { max-width: 75rem }\n"  # so that most lines of code fit
+FORMULA = re.compile(r'<(span|div) class="[a-z]+">\\[(\[](.+?)\\[)\]]</\1>', re.S)  # as pymdownx.arithmatex writes it
 HEAD = "---\nsearch: {exclude: true}\nhide: [navigation, toc]\n---\n"  # of a page that shows a source file
 
 
@@ -84,7 +88,7 @@ def on_files(files: Files, config) -> Files:
     if os.environ.get("SVG") != "false":
         for program, folder in DRAW.items():
             subprocess.run([sys.executable, ROOT / program, "--svg", folder], check=True)
-    ours = []
+    ours = [File.generated(config, "wide.css", content=WIDE)]
     for path in reached():
         place = place_of(path)
         if place.endswith(".md"):
@@ -95,3 +99,14 @@ def on_files(files: Files, config) -> Files:
             file.inclusion = InclusionLevel.NOT_IN_NAV
         ours.append(file)
     return Files([file for file in files if file.src_dir != config.docs_dir] + ours)  # theirs are of the theme
+
+
+def on_page_content(content: str, **_) -> str:
+    """Formulas as MathML, which browsers draw."""
+
+    def draw(formula: re.Match) -> str:
+        text = html.unescape(formula[2]).replace("{aligned}", "{align*}")  # the name that latex2mathml knows
+        display = {"span": "inline", "div": "block"}[formula[1]]
+        return f"<{formula[1]} style='overflow-x: auto'>{convert(text, display=display)}</{formula[1]}>"
+
+    return FORMULA.sub(draw, content)
