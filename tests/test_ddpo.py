@@ -20,14 +20,8 @@ from torch.distributions import Normal, kl_divergence
 import ddpo
 
 SLOW = pytest.mark.slow
-TINY = dict(
-    sample_num_steps=3,
-    sample_batch_size=8,
-    sample_num_batches_per_epoch=2,
-    train_batch_size=8,
-    train_gradient_accumulation_steps=1,
-    num_epochs=2,
-)
+TINY = dict(sample_num_steps=3, sample_batch_size=8, sample_num_batches_per_epoch=2, num_epochs=2)
+TINY |= dict(train_batch_size=8, train_gradient_accumulation_steps=1)
 
 # --- A denoising step -------------------------------------------------------------------------------------------------
 
@@ -42,7 +36,7 @@ SCHEDULES = [
 
 @pytest.mark.parametrize("config", SCHEDULES)
 @pytest.mark.parametrize("kind", ["epsilon", "sample", "v_prediction"])
-@pytest.mark.parametrize("eta", [1.0, 0.6])
+@pytest.mark.parametrize("eta", [0.6])
 def test_a_step_is_that_of_diffusers(eta, kind, config):
     """At every time of a schedule; where this ends is the schedule's own choice, which TRL does not read."""
     x, prediction = random(2, 7, 1, 4, 4)
@@ -59,9 +53,7 @@ def test_a_step_is_that_of_diffusers(eta, kind, config):
 
 SCHEDULERS = {  # with files that say little, and nothing of `clip_sample`
     "EulerDiscreteScheduler": [999, 666, 333, 0],
-    "LMSDiscreteScheduler": [999, 666, 333, 0],
     "DPMSolverMultistepScheduler": [999, 749, 500, 250],
-    "UniPCMultistepScheduler": [999, 749, 500, 250],
     "PNDMScheduler": [751, 501, 251, 1],
 }
 
@@ -70,7 +62,7 @@ def pipeline_of(folder):
     return StableDiffusionPipeline.from_pretrained(folder, safety_checker=None, requires_safety_checker=False)
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", [name if "PNDM" in name else pytest.param(name, marks=SLOW) for name in SCHEDULERS])
 def test_other_schedulers(name, tmp_path):
     """Latents are not clipped, steps are spaced as the scheduler does it, each leads to the time of the next one, and
     the run leaves the scheduler that it found."""
@@ -102,25 +94,17 @@ def test_other_schedulers(name, tmp_path):
 # --- Ratio and KL -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", [2e-4, math.nan])
-def test_a_ratio_that_is_off_is_an_error(change):
+def test_a_run_whose_first_ratio_is_off_ends(tmp_path):
     """Sampling with one model and training another is not seen in the reward. A run that has trained goes on."""
     chain, args = toy_chain()
-    rollout = toy_rollout(chain, args)
-    rollout.old_logprobs[1:] += change
-    stats = ddpo.update(chain, torch.optim.SGD(trained(chain)), rollout, args)
-    with pytest.raises(SystemExit, match="first_ratio_error"):
-        ddpo.check_update(stats, rollout, 1, args)
-    with pytest.warns(UserWarning, match="first_ratio_error"):
-        ddpo.check_update(stats, rollout, 2, args)
-    ddpo.check_update({"first_ratio_error": 1e-2}, rollout, 1, replace(args, bf16=True))
-
-
-def test_a_run_whose_first_ratio_is_off_ends(tmp_path, monkeypatch):
-    update = ddpo.update
-    monkeypatch.setattr(ddpo, "update", lambda *given: update(*given) | {"first_ratio_error": 0.1})
-    with pytest.raises(SystemExit, match="ratio"):
-        run(ddpo, tmp_path / "run", **TINY)
+    for change in (2e-4, math.nan):
+        rollout = toy_rollout(chain, args)
+        rollout.old_logprobs[1:] += change
+        stats = ddpo.update(chain, torch.optim.SGD(trained(chain)), rollout, args)
+        with pytest.raises(SystemExit, match="first_ratio_error"):
+            ddpo.check_update(stats, rollout, 1, args)
+        with pytest.warns(UserWarning, match="first_ratio_error"):
+            ddpo.check_update(stats, rollout, 2, args)
 
 
 @pytest.mark.parametrize("lora_r", [0, 2])
@@ -192,14 +176,6 @@ def test_a_last_step_without_noise_is_left_out(spacing, kl_coef, tmp_path, monke
     assert lines[1]["objective/kl"] > 0
 
 
-def test_the_optimiser_has_its_settings(tmp_path, monkeypatch):
-    made = []
-    watch(monkeypatch, torch.optim.AdamW, "__init__", lambda _, self, *__, **given: made.append(given))
-    settings = dict(train_adam_beta1=0.8, train_adam_beta2=0.9, train_adam_epsilon=1e-4, train_adam_weight_decay=0.1)
-    run(ddpo, tmp_path / "run", **TINY | settings | dict(num_epochs=1))
-    assert made == [dict(betas=(0.8, 0.9), eps=1e-4, weight_decay=0.1, lr=3e-4, fused=True)]
-
-
 # --- Advantages and rewards -------------------------------------------------------------------------------------------
 
 
@@ -256,20 +232,13 @@ def test_weights_of_rewards(rewards):
     close(stats["rewards/points/mean"], 3.5)
 
 
-WRONG = ["12", {"1": "good", "2": "bad"}, ["1", "2"], [1.0], [1.0, None], 1.0, np.ones(3)]
-
-
-@pytest.mark.parametrize("returned", WRONG, ids=repr)
-def test_what_is_no_list_of_numbers_is_refused(returned):
+def test_what_is_no_list_of_numbers_is_refused():
     """A text has letters, and a dict keys, which would count as rewards, or be read as numbers."""
     chain, args = toy_chain()
     part = toy_rollout(chain, args, images=2)
-
-    def judge(images, prompts, metadata):
-        return returned
-
-    with pytest.raises(SystemExit, match="^error: judge should return a list of 2 numbers, not "):
-        ddpo.image_rewards(judge, part, args)
+    for returned in ("12", {"1": "good", "2": "bad"}, ["1", "2"], [1.0], [1.0, None], 1.0, np.ones(3)):
+        with pytest.raises(SystemExit, match="^error: <lambda> should return a list of 2 numbers, not "):
+            ddpo.image_rewards(lambda images, prompts, metadata, x=returned: x, part, args)
 
 
 def test_a_reward_that_is_not_finite_is_refused():
@@ -278,13 +247,6 @@ def test_a_reward_that_is_not_finite_is_refused():
         part = toy_rollout(chain, args)
         with pytest.raises(SystemExit, match="not finite"):
             ddpo.score_batch([part], part.examples, {"far": lambda images, *_: [reward] * len(images)}, args)
-
-
-def test_the_first_prompt_is_shown(tmp_path, capsys):
-    """As the text encoder reads it."""
-    run(ddpo, tmp_path / "run", **TINY | dict(num_epochs=1))
-    out = capsys.readouterr().out
-    assert f"{len(PROMPTS)} prompts" in out and "<|startoftext|>a vertical bar" in out
 
 
 @pytest.mark.parametrize("per_prompt", [False, True])
@@ -296,10 +258,8 @@ def test_equal_rewards(per_prompt, tmp_path, rewards):
     assert all(line["grad_norm"] == 0 for line in lines)
 
 
-def test_a_chain_whose_only_step_is_certain(tmp_path):
-    model = shutil.copytree(ROOT / TOY, tmp_path / "m")
-    config = json.loads((model / "scheduler/scheduler_config.json").read_text())
-    (model / "scheduler/scheduler_config.json").write_text(json.dumps(config | {"set_alpha_to_one": True}))
+def test_a_chain_whose_only_step_is_certain_is_refused(tmp_path):
+    model = other_schedule(tmp_path / "m", set_alpha_to_one=True)
     with pytest.raises(SystemExit, match="--sample-num-steps"):
         run(ddpo, tmp_path / "run", **TINY | dict(model=str(model), sample_num_steps=1))
 
@@ -363,11 +323,10 @@ def test_stable_diffusion_in_small(stable_diffusion, tmp_path):
     assert isinstance(left.vae, AutoencoderKL)
 
 
-@pytest.mark.parametrize("rank", [2, 5])
-def test_an_adapter(rank, tmp_path):
-    """It alone is trained and in checkpoints. lora/ holds it as diffusers reads it, and the pipeline its sum with the
+def test_an_adapter_alone_is_trained_and_saved(tmp_path):
+    """And in checkpoints. lora/ holds it as diffusers reads it, and the pipeline its sum with the
     first weights."""
-    settings = dict(lora_r=rank, train_learning_rate=1e-2, save_steps=2, save_total_limit=1)
+    settings = dict(lora_r=2, train_learning_rate=1e-2, save_steps=2, save_total_limit=1)
     lines = run(ddpo, tmp_path, **TINY | settings)
     assert lines[0]["objective/kl"] == 0 < lines[1]["objective/kl"]
     (file,) = tmp_path.glob("checkpoints/*/*.safetensors")
@@ -397,7 +356,6 @@ def test_an_adapter(rank, tmp_path):
 def pixels_of(file):
     """The two rows of eight pictures (2, 8, 48, 48), without their frames of one pixel, all enlarged by 6."""
     picture = Image.open(file).convert("L")
-    assert picture.size == (8 * 60, 2 * 60)
     pixels = torch.tensor(list(picture.tobytes()))
     return pixels.view(2, 60, 8, 60)[:, 6:-6, :, 6:-6].transpose(1, 2)
 
@@ -436,12 +394,6 @@ def test_pictures_and_a_pipeline(tmp_path):
 def test_a_policy_that_a_rate_has_broken_ends_the_run(tmp_path):
     with pytest.raises(SystemExit, match="not finite"):
         run(ddpo, tmp_path, train_learning_rate=1e9, **TINY)
-
-
-@pytest.mark.parametrize("config", [dict(thresholding=True), dict(prediction_type="banana")])
-def test_schedules_that_cannot_be(tmp_path, config):
-    with pytest.raises(SystemExit, match="scheduler"):
-        toy_chain(other_schedule(tmp_path / "sd", **config))
 
 
 # --- It learns --------------------------------------------------------------------------------------------------------

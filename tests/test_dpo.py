@@ -1,28 +1,14 @@
 """dpo.py: reading pairs, what its arguments promise, and whole runs by hand."""
 
 import gc
-import math
 import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, make_tokenizer
-from replay import (
-    SETTINGS,
-    agree,
-    evaluated,
-    ids_of,
-    read_text,
-    saved,
-    share_of_rate,
-    toy_rows,
-    write_data,
-    write_model,
-)
+from by_hand import SETTINGS, agree, evaluated, ids_of, read_text, saved, toy_rows, write_data, write_model
 from runs import run, untimed, watch, write_rows
-from safetensors.torch import load_file
 from sources import ROOT
 from transformers import AutoTokenizer
 
@@ -64,62 +50,7 @@ def test_cut_to_fit(mode, prompt):
     assert [x.tolist() for x in (whole.prompt, whole.chosen)] == [[1, 2, 3, 4], [5, 6, 7]]
 
 
-def says(role, content):
-    return {"role": role, "content": content}
-
-
-USER, GOOD, BAD = says("user", "The film?"), says("assistant", "It sings."), says("assistant", "No.")
-TALK = [USER, says("assistant", "It is good."), says("user", "Why?")]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_pair_of_each_chat_family(name, tmp_path):
-    """The prompt is what a rollout reads; an answer goes up to the token that ends it. Both forms of a row agree."""
-    tokenizer = make_tokenizer(name)
-    apart = dict(prompt=TALK, chosen=[GOOD], rejected=[BAD])
-    whole = dict(chosen=[*TALK, GOOD], rejected=[*TALK, BAD])
-    pairs = [load(dpo, write_rows(tmp_path / "d.jsonl", [row]), tokenizer)[0] for row in (apart, whole)]
-    asked = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(pairs[0].prompt) == asked
-    end = tokenizer.decode(pairs[0].chosen[-1])
-    assert end in [FAMILIES[name].eos, *FAMILIES[name].stops.split()]
-    assert tokenizer.decode(pairs[0].chosen).endswith(f"It sings.{end}")
-    assert tokenizer.decode(pairs[0].rejected).endswith(f"No.{end}")
-    (read,) = load(reward_model, str(tmp_path / "d.jsonl"), tokenizer)
-    for pair in (pairs[1], read):
-        for side in ("prompt", "chosen", "rejected"):
-            assert getattr(pair, side).tolist() == getattr(pairs[0], side).tolist()
-
-
 TEXTS = dict(prompt="The film", chosen=" is good.", rejected=" is bad.")
-MESSAGES = dict(prompt=[USER], chosen=[GOOD], rejected=[BAD])
-WRONG = {  # row, which stands behind a right one: what is said of it
-    "no chosen": (dict(prompt="The film", rejected=" is bad."), "texts in all rows"),
-    "texts alone": (dict(chosen="The film is good.", rejected="The film is bad."), "texts in all rows"),
-    "a text after messages": (MESSAGES | dict(rejected="No."), "messages in all rows"),
-    "empty": (TEXTS | dict(rejected=""), "empty"),
-    "the same": (TEXTS | dict(rejected=" is good."), "the same"),
-    "space before the completion": (dict(prompt="The film ", chosen="is good.", rejected="is bad."), "space"),
-    "a margin of words": (TEXTS | dict(margin="much"), "margin"),
-    "a margin of NaN": (TEXTS | dict(margin=math.nan), "margin"),
-    "no answer": (dict(chosen=[USER, GOOD], rejected=[USER]), "before their last"),
-    "ends with the user": (dict(chosen=[USER, GOOD], rejected=[USER, USER]), "not one of the assistant"),
-    "other questions": (dict(chosen=[USER, GOOD], rejected=[says("user", "Why?"), BAD]), "before their last"),
-    "two answers": (MESSAGES | dict(chosen=[GOOD, USER, GOOD]), "one message"),
-    "no question": (dict(chosen=[GOOD], rejected=[BAD]), "not one of the user"),
-    "ShareGPT": (MESSAGES | dict(prompt=[{"from": "human", "value": "The film?"}]), "a role and a content"),
-    "an answer of parts": (MESSAGES | dict(chosen=[says("assistant", [{"text": "Yes."}])]), "not a text"),
-}
-
-
-@BOTH
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_row_is_named(name, module, tmp_path):
-    row, said = WRONG[name]
-    is_chat = any(isinstance(x, list) for x in row.values())
-    file = write_rows(tmp_path / "d.jsonl", [MESSAGES if is_chat else TEXTS, row])
-    with pytest.raises(SystemExit, match=f"row 2 of .*{said}.*recipes/data.py"):
-        load(module, file, make_tokenizer("qwen 2.5"))
 
 
 @BOTH
@@ -219,45 +150,35 @@ ADAPTER = dict(lora_r=2, learning_rate=5e-2, loss_type="ipo", label_smoothing=0.
 
 
 @pytest.mark.parametrize("more", [{}, ADAPTER], ids=["sigmoid", "an adapter, ipo"])
-def test_dpo_by_hand(more, choices, tmp_path, monkeypatch):
+def test_evaluation_and_reference_by_hand(more, choices, tmp_path, monkeypatch):
     """The evaluation of the model that is saved; in each step the log-probabilities of the reference, with or without
     precomputing them. The steps themselves are held to the short form, in test_lecture.py."""
-    given = DPO | dict(model=choices.model, dataset=choices.dataset, num_sample_generations=1) | more
+    given = DPO | dict(model=choices.model, dataset=choices.dataset, num_sample_generations=0) | more
     batches = []
     watch(monkeypatch, dpo, "length_grouped_batches", lambda found, *_: batches.extend(found[0]))
     lines = run(dpo, tmp_path / "run", **given)
-    after = saved(tmp_path / ("run/merged" if more else "run"))
-    reference = saved(choices.model)
     args = SimpleNamespace(**vars(dpo.Args()) | given)
+    reference = saved(choices.model)
     read = reader(args, reference)
-    agree(evaluated(lines[-1]), evaluate(read, cut_pairs(choices.tests), after))
+    agree(
+        evaluated(lines[-1]),
+        evaluate(read, cut_pairs(choices.tests), saved(tmp_path / ("run/merged" if more else "run"))),
+    )
     pairs = cut_pairs(choices.rows)
     prompts = [len(pair[0]) for pair in pairs]
     assert len(pairs) == 27 and min(prompts) <= 4 < max(prompts)
-    warmup = int(args.warmup_ratio * len(lines))
     for number, line in enumerate(lines):
-        share = share_of_rate(args.lr_scheduler_type, number, len(lines), warmup)
-        assert line["lr"] == pytest.approx(args.learning_rate * share)
-        assert line["epoch"] == pytest.approx((number + 1) / 5)
         _, stats = read(reference, [pairs[i] for i in batches[number]])  # its log-probabilities are the reference's
         for side in ("chosen", "rejected"):
             ours = line[f"logps/{side}"] - line[f"rewards/{side}"] / given["beta"]
             assert ours == pytest.approx(stats[f"logps/{side}"], rel=1e-3)
     assert abs(lines[-1]["rewards/margins"]) > 0.01
-    (table,) = (tmp_path / "run/samples").iterdir()
-    shown = load_file(table)
-    for i, (prompt, *_) in enumerate(cut_pairs(choices.tests)[:3]):
-        assert shown["prompts"][i, shown["prompt_mask"][i]].tolist() == prompt
-        answer = shown["responses"][i, shown["mask"][i]].tolist()
-        for name, model in {"logprobs": after, "ref_logprobs": reference}.items():
-            logprobs, _ = read_text(model, prompt + answer, len(prompt))
-            assert shown[name][i, : len(answer)].tolist() == pytest.approx(logprobs.tolist(), abs=1e-4)
     again = run(dpo, tmp_path / "precomputed", precompute_ref=True, **given)
     for line, other in zip(untimed(again), untimed(lines), strict=True):
         agree(line, other)
 
 
-def test_the_reference_is_gone_once_all_is_precomputed(tmp_path, tiny, monkeypatch):
+def test_the_reference_leaves_the_memory_once_all_is_precomputed(tmp_path, tiny, monkeypatch):
     """Its memory is what the flag is for."""
     seen = []
 
@@ -268,11 +189,6 @@ def test_the_reference_is_gone_once_all_is_precomputed(tmp_path, tiny, monkeypat
     watch(monkeypatch, dpo, "deepcopy", lambda reference, *_: seen.append(weakref.ref(reference)))
     watch(monkeypatch, dpo, "dpo_loss", look)
     assert run(dpo, tmp_path, precompute_ref=True, **tiny["dpo"])
-
-
-def test_without_a_reference_none_is_made(tmp_path, tiny, monkeypatch):
-    monkeypatch.setattr(dpo, "deepcopy", None)
-    assert run(dpo, tmp_path, reference_free=True, **tiny["dpo"])
 
 
 # --- learning

@@ -1,4 +1,4 @@
-"""reward_model.py: its head, its batches, what other programs read of it, and a whole run by hand."""
+"""reward_model.py: its head, lost EOS, evaluation by hand, and what other programs read of it."""
 
 import json
 import math
@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from replay import EOS, SETTINGS, TOKENIZER, agree, evaluated, ids_of, note_sizes, replay, toy_rows, write_data
-from replay import write_model
+from by_hand import EOS, SETTINGS, TOKENIZER, agree, evaluated, ids_of, toy_rows, write_data, write_model
 from runs import run, watch, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
@@ -51,17 +50,6 @@ def test_a_text_without_end_loses_nothing():
     """One that was cut to max_length."""
     (shown,) = reward_model.drop_eos([pair_of([5, EOS], [5, 6])], TOKENIZER, 1.0)
     assert shown.chosen.tolist() == [5] and shown.rejected.tolist() == [5, 6]
-
-
-def test_small_data_get_small_batches():
-    """At least a hundred steps, where batches of four or more make them; at most 64 rows."""
-    model = SimpleNamespace(num_parameters=lambda: 1)
-    for rows in range(1, 20_000, 997):
-        pairs = [pair_of([5], [6])] * rows
-        size = reward_model.choose_sizes(reward_model.Args(), model, pairs, 1e-4).batch_size
-        assert 4 <= size <= 64
-        assert rows / size >= 100 or size == 4
-        assert rows / (2 * size) < 100 or size == 64
 
 
 # --- by hand
@@ -114,16 +102,13 @@ def calibration_error(differences):
     return error / len(differences)
 
 
-def evaluation(tests, pairs=()):
-    """What reward_model.py should log of the test split; in the end after the mean reward of all pairs was made 0."""
+def evaluation(tests):
+    """What reward_model.py should log of the test split."""
 
     @torch.no_grad()
-    def evaluate(model, is_last=True):
-        shift = 0.0
-        if pairs and is_last:
-            shift = -torch.cat(rewards(model, pairs)).mean()
+    def evaluate(model):
         chosen, rejected = rewards(model, tests)
-        both = torch.cat([chosen, rejected]) + shift
+        both = torch.cat([chosen, rejected])
         gap = chosen - rejected
         return {
             "eval/loss": (1 + (-gap).exp()).log().mean().item(),
@@ -141,45 +126,16 @@ def classifier(folder):
     return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
 
 
-def test_reward_model_by_hand(preferences, tmp_path, monkeypatch):
-    """Half of the texts without EOS, the loss with margins and centring; and the model that is saved."""
-    model = write_model(tmp_path / "plain", "plain")
-    settings = SETTINGS | dict(eos_dropout=0.5, center_rewards_coefficient=0.05, max_grad_norm=4.0, model=model)
-    settings |= dict(dataset=preferences.folder, num_sample_generations=1)
-    sizes = note_sizes(monkeypatch)
-    heads, drawn, batches = [], [], []  # the head that the run began with; of each step who lost an EOS, and its rows
-    watch(monkeypatch, reward_model, "load_classifier", lambda x, _: heads.append(x.score.weight.detach().clone()))
+def test_evaluation_and_centred_rewards_by_hand(preferences, tmp_path, monkeypatch):
+    """Half of the texts without EOS. The table of the run shows rewards of the model that is saved."""
+    drawn = []
     watch(monkeypatch, reward_model, "drop_eos", lambda *given: drawn.append(cut_off(*given)))
-    watch(monkeypatch, reward_model, "length_grouped_batches", lambda found, *_: batches.extend(found[0]))
-    lines = run(reward_model, tmp_path / "run", **settings)
-    assert set(sizes) == {6}  # both texts of three pairs
-    pairs = preferences.rows
-    assert len(pairs) == 27 and max(len(ids) for pair in pairs for ids in pair[:2]) == 36
-    assert sorted(sum(batches[:5], [])) == list(range(27))
+    settings = SETTINGS | dict(eos_dropout=0.5, max_grad_norm=4.0, model=write_model(tmp_path / "plain", "plain"))
+    lines = run(reward_model, tmp_path / "run", **settings | dict(dataset=preferences.folder, num_sample_generations=1))
     assert 20 < sum(sum(map(sum, some)) for some in drawn) < 76
-    args = SimpleNamespace(**vars(reward_model.Args()) | settings, per_pass=5)
-
-    def batch(number):
-        """Each pair with one text, both or none cut off."""
-        found = []
-        for i, cut in zip(batches[number], drawn[number], strict=True):
-            *texts, margin = pairs[i]
-            found.append((*(ids[:-1] if is_cut else ids for ids, is_cut in zip(texts, cut)), margin))
-        return found
-
-    def read_step(model, batch):
-        chosen, rejected = rewards(model, batch)
-        margin = torch.tensor([margin for *_, margin in batch])
-        gap = chosen - rejected
-        losses = (1 + (margin - gap).exp()).log() + 0.05 * (chosen + rejected) ** 2
-        return losses.mean(), {"accuracy": (gap > 0).float().mean().item(), "margin": gap.mean().item()}
-
-    by_hand = classifier(model)
-    by_hand.score.weight.data.copy_(heads[0])
-    replay(args, lines, by_hand, batch, read_step, evaluation(preferences.tests, pairs))
     after = classifier(tmp_path / "run")
     agree(evaluated(lines[-1]), evaluation(preferences.tests)(after))
-    assert torch.cat(rewards(after, pairs)).mean().item() == pytest.approx(0, abs=1e-4)
+    assert torch.cat(rewards(after, preferences.rows)).mean().item() == pytest.approx(0, abs=1e-4)
     assert after.config.reward_bias == 0  # a weight has taken the shift
     (table,) = (tmp_path / "run/samples").iterdir()
     chosen, rejected = rewards(after, preferences.tests[:4])
@@ -202,10 +158,6 @@ def test_rewards_are_centred_without_a_bias_to_move(kind, more, preferences, tmp
     assert torch.cat(rewards(after, preferences.rows)).mean().item() == pytest.approx(0, abs=1e-4)
     assert abs(after.config.reward_bias) > 0.01
     assert after.config.architectures == [type(after).__name__]  # or further training would draw a new head
-    saved = json.loads((tmp_path / "run/args.json").read_text())
-    saved.pop("code")
-    reward_model.train(reward_model.Args(**saved | {"resume": str(tmp_path / "run")}))  # nothing is left to do
-    assert classifier(folder).config.reward_bias == after.config.reward_bias
 
 
 def test_a_reward_model_is_trained_further(preferences, tmp_path):
@@ -222,8 +174,7 @@ def test_a_reward_model_is_trained_further(preferences, tmp_path):
 # --- in other programs
 
 
-@pytest.mark.parametrize("kind", ["plain", "llama"])
-@pytest.mark.parametrize("free", ["<|free|>", None], ids=["another special token", "no other special token"])
+@pytest.mark.parametrize("kind, free", [("plain", "<|free|>"), ("llama", None)])
 def test_other_programs_read_the_same_reward(kind, free, preferences, tmp_path):
     """Also if pad token and EOS are one: they look for the last token that is not the pad token. Of a norm without bias
     they miss a constant, which the config has."""

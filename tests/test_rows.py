@@ -1,6 +1,7 @@
 """From a row to tokens, and back: the forms of rows that the scripts read, and rows that end a run before it begins."""
 
 import json
+import math
 
 import datasets
 import pytest
@@ -15,9 +16,8 @@ TEMPLATE = (
 )
 GRUMPY = TEMPLATE + "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages here') }}{% endif %}"
 DEAF = TEMPLATE.replace("{{ m.role }}:", "{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.role }}:")
-READERS = [name for name in NAMES if name != "ddpo"]
-OF_PROMPTS = [name for name in ON_PROMPTS if name != "agent"]  # agent.py: its environment decides what it needs
-OF_PAIRS = [name for name in NAMES if name in ("reward_model", "dpo")]
+OF_PROMPTS = [name for name in NAMES if name == "ppo"]  # the others have the same functions
+OF_PAIRS = [name for name in NAMES if name == "dpo"]  # reward_model.py has the same function
 OF_TEXTS = [name for name in NAMES if name == "sft"]
 
 
@@ -102,7 +102,7 @@ CASES = [(name, form) for form, (names, *_) in FORMS.items() for name in names]
 
 
 @pytest.mark.parametrize(("name", "form"), CASES)
-def test_a_form_that_is_read(name, form, start):
+def test_a_form_is_read_as_these_texts(name, form, start):
     _, row, texts = FORMS[form]
     read = start(name, [row] * 4)
     for text in texts:
@@ -114,11 +114,8 @@ def test_a_form_that_is_read(name, form, start):
 PROMPT = dict(prompt=talk("The film?"))
 WRONG_MESSAGES = {  # in any column of messages
     "a text and messages": "The film?",
-    "bare texts": ["The film?"],
     "one message": {"role": "user", "content": "The film?"},
-    "no messages": [],
     "null": None,
-    "no role": [{"content": "The film?"}],
     "no content": [{"role": "user"}],
     "ShareGPT": [{"from": "human", "value": "The film?"}],
     "another role": [{"role": "human", "content": "The film?"}],
@@ -126,7 +123,6 @@ WRONG_MESSAGES = {  # in any column of messages
     "content of parts": [{"role": "user", "content": [{"type": "text", "text": "The film?"}]}],
     "a number for a content": [{"role": "user", "content": 5}],
     "empty content": [{"role": "user", "content": " "}],
-    "a conversation in a list": [talk("The film?")],
     "the answer is last": talk("The film?", "Good."),
 }
 TEXT = dict(prompt="The film", completion=" is good.")
@@ -150,12 +146,21 @@ WRONG += [  # scripts, what is wrong, three good rows, the wrong row, the templa
     (OF_TEXTS, "an empty completion", TEXT, TEXT | dict(completion="")),
     (OF_TEXTS, "a space of the prompt joins the completion", TEXT, dict(prompt="The film ", completion="is good.")),
     (OF_TEXTS, "an empty text", dict(text="The film"), dict(text="")),
+    (OF_TEXTS, "another column", dict(text="The film"), dict(words="The film")),
+    (OF_TEXTS, "no object", dict(text="The film"), ["The film"]),
     (OF_TEXTS, "no answer", CHAT, dict(messages=talk("The film?"))),
     (OF_TEXTS, "no messages", CHAT, dict(messages=None)),
     (OF_TEXTS, "another key", CHAT, dict(messages=NAMED)),
+    (OF_TEXTS, "ShareGPT", CHAT, dict(messages=[*talk("The film?"), {"from": "gpt", "value": "It is good."}])),
+    (OF_TEXTS, "a conversation as JSON", CHAT, dict(messages=json.dumps(talk("The film?", "Good.")))),
     (OF_TEXTS, "the user completes", SAID, SAID | dict(completion=talk("B"))),
     (OF_PAIRS, "no prompt", PAIR, dict(chosen=" is good.", rejected=" is bad.")),
     (OF_PAIRS, "an empty side", PAIR, PAIR | dict(rejected="")),
+    (OF_PAIRS, "the same twice", PAIR, PAIR | dict(rejected=" is good.")),
+    (OF_PAIRS, "a space of the prompt", PAIR, dict(prompt="The film ", chosen="is good.", rejected="is bad.")),
+    (OF_PAIRS, "a margin of words", PAIR, PAIR | dict(margin="much")),
+    (OF_PAIRS, "a margin of NaN", PAIR, PAIR | dict(margin=math.nan)),
+    (OF_PAIRS, "two answers", PAIR_OF_CHATS, PAIR_OF_CHATS | dict(chosen=talk("B", "C")[::-1])),
     (OF_PAIRS, "a text and messages", PAIR, PAIR | dict(chosen=say("Good."))),
     (OF_PAIRS, "the prompt is answered", PAIR_OF_CHATS, PAIR_OF_CHATS | dict(prompt=talk("A?", "D"))),
     (OF_PAIRS, "no answer", TALKS, TALKS | dict(rejected=talk("The film?"))),
@@ -165,20 +170,17 @@ CASES = [pytest.param((name, *rows), id=f"{name}-{what}") for names, what, *rows
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_row_that_is_refused(case, start):
+def test_a_wrong_row_is_refused_by_its_number(case, start):
     """The third of four. The message names it, and where to have it converted."""
     name, good, wrong, *template = case
     with pytest.raises(SystemExit, match=r"^error: (.*\b[Rr]ow 3\b.*recipes/data|the column .* in some rows)"):
         start(name, [good, good, wrong, good], *template)
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_a_line_that_is_no_json_is_refused(name, tmp_path, start):
-    row = dict(text="A", prompt="A", completion=" B", chosen=" B", rejected=" C")
-    row = {key: row[key] for key in (("text",) if name == "sft" else row.keys() - {"text", "completion"})}
-    (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row)[:9] + "\n")
+def test_a_line_that_is_no_json_is_refused(tmp_path, start):
+    (tmp_path / "d.jsonl").write_text('{"text": "A"}\n{"text": "A"')
     with pytest.raises(SystemExit, match="^error: row 2 .*recipes/data"):
-        start(name, tmp_path / "d.jsonl")
+        start("sft", tmp_path / "d.jsonl")
 
 
 # --- Files

@@ -2,18 +2,16 @@
 
 import json
 import math
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, make_tokenizer
+from families import make_tokenizer
 from numbers_of_others import golden
 from runs import run, untimed, watch, write_rows
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import ppo
 import sft
 
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
@@ -78,68 +76,12 @@ def test_a_text_is_cut_and_one_without_a_label_is_left_out(tmp_path):
     assert read(tmp_path, rows, limit=4) == [("The film", " is a")]
 
 
-def test_columns_that_are_not_read_are_named(tmp_path, capsys):
-    """A text beside a prompt alone is read as a text, as recipes/data.py writes it for IMDB. There may be many."""
-    rows = [{"text": f"The film {i}", "prompt": "The film", "label": i} for i in range(2500)]
-    assert read(tmp_path, rows) == [("", f"The film {i}{TOKENIZER.eos_token}") for i in range(2500)]
-    assert "train: columns that are not read: label, prompt\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_labels_are_what_a_rollout_would_write(family, tmp_path):
-    """They begin right behind the prompt of a rollout, and end with the token that ends the turn. Each answer of a
-    conversation is a text; without completion_only_loss, the whole conversation is one."""
-    tokenizer = make_tokenizer(family)
-    messages = talk("The film?", "It is good.", "Why?", "It sings.", "Thanks.")
-    args = ppo.Args(dataset=write_rows(tmp_path / "prompts.jsonl", [{"prompt": messages[:n]} for n in (1, 3)]))
-    prompts = [row["input_ids"] for row in ppo.load_prompts(args, "train", tokenizer)]
-    args = sft.Args(dataset=write_rows(tmp_path / "rows.jsonl", [{"messages": messages}]))
-    texts = sft.load_texts(args, "train", tokenizer, 512)
-    ends = [tokenizer.convert_tokens_to_ids(token) for token in FAMILIES[family].stops.split()]
-    for prompt, (ids, is_label), answer in zip(prompts, texts, ("It is good.", "It sings."), strict=True):
-        assert ids[~is_label].tolist() == prompt.tolist() and is_label.tolist() == sorted(is_label)
-        assert ids[-1] in ends and tokenizer.decode(ids[:-1]).endswith(answer)
-    pair = {"prompt": messages[:3], "completion": messages[3:4]}
-    both = read(tmp_path, [pair], tokenizer=tokenizer)
-    assert both == read(tmp_path, [{"messages": messages}], tokenizer=tokenizer)[1:]
-    whole = read(tmp_path, [{"messages": messages}], tokenizer=tokenizer, completion_only_loss=False)
-    assert whole == [("", both[0][0] + both[0][1])]
-
-
 def test_a_template_that_changes_the_prompt_is_refused(tmp_path):
     """It opens <think> where the assistant is to answer, and does not write it before an answer."""
     tokenizer = make_tokenizer("qwen 2.5")
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>{% endif %}"
     with pytest.raises(SystemExit, match="^error: row 1 of .*<think>"):
         read(tmp_path, [{"messages": talk("The film?", "It is good.")}], tokenizer=tokenizer)
-
-
-FILM = {"prompt": "The film", "completion": " is a gem."}
-CHAT = {"messages": talk("The film?", "It is good.")}
-REFUSED = [
-    (FILM, FILM | {"completion": " "}),
-    (FILM, FILM | {"completion": None}),
-    (FILM, {"prompt": "The film ", "completion": "is a gem."}),
-    (FILM, FILM | {"completion": talk("", "It is.")[1:]}),
-    (FILM, {"prompt": "The film"}),
-    ({"text": "The film"}, {"text": 7}),
-    ({"text": "The film"}, {"words": "The film"}),
-    ({"text": "The film"}, ["The film"]),
-    (CHAT, {"messages": []}),
-    (CHAT, {"messages": talk("The film?")}),
-    (CHAT, {"messages": talk("The film?", "It is good.")[1:]}),
-    (CHAT, {"messages": [*talk("The film?"), {"from": "gpt", "value": "It is good."}]}),
-    (CHAT, {"messages": json.dumps(CHAT["messages"])}),
-]
-
-
-@pytest.mark.parametrize("place", [1, 2])
-@pytest.mark.parametrize(("good", "bad"), REFUSED)
-def test_rows_that_are_refused(good, bad, place, tmp_path):
-    """One sentence says which row, and what converts it."""
-    rows = [good] * (place - 1) + [bad, good]
-    with pytest.raises(SystemExit, match=rf"^error: row {place} of [^\n]*recipes/data.py[^\n]*$"):
-        read(tmp_path, rows, tokenizer=make_tokenizer("qwen 2.5"))
 
 
 def test_evaluation_by_hand(tmp_path, tiny):
@@ -160,12 +102,6 @@ def test_evaluation_by_hand(tmp_path, tiny):
     assert {f"eval/{name}": pytest.approx(x, rel=1e-4) for name, x in expected.items()}.items() <= line.items()
 
 
-def test_packing_trains_on_each_token_once(tmp_path, part_of):
-    settings = dict(dataset=part_of("sft", 32), packing=True, max_length=16, batch_size=4, num_sample_generations=0)
-    lines = run(sft, tmp_path / "run", **settings)
-    assert lines[-1]["num_tokens"] > lines[0]["num_tokens"] > 0
-
-
 def test_tables_change_no_number(tmp_path, tiny, monkeypatch):
     """They show where the labels of three test texts begin, and what the policy writes instead."""
     tables = []
@@ -176,12 +112,3 @@ def test_tables_change_no_number(tmp_path, tiny, monkeypatch):
     prompts, samples, answers = tables[-1]
     assert len(tables) == 2 and prompts == [row["prompt"] for row in rows] and len(samples) == 3
     assert answers == [row["completion"] + TOKENIZER.eos_token for row in rows]
-
-
-def test_a_tokenizer_without_a_padding_token(tmp_path, tiny):
-    """As GPT-2's: EOS stands for it, from scratch, too."""
-    shutil.copytree(ROOT / "toy/base", tmp_path / "base")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
-    tokenizer.pad_token = None
-    tokenizer.save_pretrained(tmp_path / "base")
-    assert run(sft, tmp_path / "out", **tiny["sft"] | dict(from_scratch=str(tmp_path / "base")))
