@@ -138,12 +138,14 @@ def fill(text: str) -> str:
 # README, experiments/README.md, benchmarks/README.md
 
 
-def beside_trl(scripts: tuple[str, ...] = SCRIPTS) -> str:
-    """Scripts beside TRL, by what they are about and by the CPU seconds of their runs."""
+def beside_trl(scripts: tuple[str, ...] = SCRIPTS, left_out: tuple[str, ...] = ("KL", "EOS share", "tokens")) -> str:
+    """Scripts beside TRL, by what they are about and by the CPU seconds of their runs. Their pages have what is left
+    out."""
     lines = [["", "", "ours", "TRL", "difference", "version"]]
     for script in scripts:
         label = f"`{script}.py`"
-        for title, column in (SPECS["beside-trl"][script] | {"CPU seconds": "cpu 0"}).items():
+        columns = SPECS["beside-trl"][script] | {"CPU seconds": "cpu 0"}
+        for title, column in ((title, column) for title, column in columns.items() if title not in left_out):
             part, metric, digits = parse(column)
             sides = [by_seed(learned(name), part, metric) for name in (script, f"TRL {script}")]
             cells = [number([*side.values()], digits) for side in sides]
@@ -156,7 +158,7 @@ def beside() -> str:
     """The README's table, and the number of seeds."""
     scripts = ("ppo", "grpo")
     seeds = [f"`{name}.py` {len(learned(name))}, TRL {len(learned(f'TRL {name}'))}" for name in scripts]
-    return f"Seeds: {'; '.join(seeds)}.\n\n{beside_trl(scripts)}"
+    return f"Seeds: {'; '.join(seeds)}.\n\n{beside_trl(scripts, ())}"
 
 
 def comparisons_of(pattern: str) -> list[dict]:
@@ -420,8 +422,7 @@ def real_policies() -> str:
     kl = f"{math.log(8) - 7 / 8:.1f}"
     lines = [heads, [*line("before", before), "", ""]]
     lines += [["best of 8", cell(pairs, "seeds"), best[0], "", *best[1:], kl, "", "", ""]]
-    names = ["sft on the best of 4", "dpo", *(f"{x}, {k}" for x in ("ppo", "rloo") for k in ("0", "0.02", "0.05"))]
-    for name in filter(real, [*names, "rloo, 0, far", "grpo, 0.02"]):
+    for name in ("sft on the best of 4", "dpo", "ppo, 0.02", "rloo, 0.02", "rloo, 0, far", "grpo, 0.02"):
         sides = by_prompt(before[0]), by_prompt(real(name)[0])
         if len(real(name)) > 1:
             gold = [statistics.fmean(by_prompt(run)) for run in real(name)]
