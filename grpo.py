@@ -136,6 +136,7 @@ class Args:
     mask_truncated_completions: bool = False  # exclude responses without a stop token from the loss (DAPO)
     dynamic_sampling: Natural = 0  # maximum number of extra batches, to replace groups with equal scores (DAPO)
     # --- Rollout ---
+
     # maximum tokens in a response; dr_grpo divides the loss by it
     response_length: Annotated[Count, alias("--max-completion-length")] = 16
     temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
@@ -167,6 +168,7 @@ class Args:
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text or messages that end with the user's; reward functions get all columns ---
+
     # folder of train.jsonl and validation.jsonl (or .parquet), one such file, or a name on the hub
     dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/shells/data/prompts"
     dataset_config: Annotated[Name | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several

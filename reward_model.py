@@ -118,6 +118,7 @@ class Args:
     bf16: bool = False  # run the model in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, `chosen`, `rejected`, texts or messages; or two conversations; perhaps `margin` ---
+
     # folder of train.jsonl and validation.jsonl (or .parquet), one such file, or a name on the hub
     dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/data/preferences"
     dataset_config: Annotated[Name | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several

@@ -110,6 +110,7 @@ def alias(*flags):
 @pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- RLOO ---
+
     # responses to each prompt. More: a better baseline (TRL: 2)
     rloo_k: Annotated[int, Field(ge=2), alias("--num-generations")] = 2
     # passes over each batch. More: faster learning, until most ratios are clipped (TRL 0.16: 4)
@@ -122,6 +123,7 @@ class Args:
     reward_clip_range: Positive = 10.0  # normalised scores are clipped to +- this (TRL, REINFORCE++)
     normalize_advantage: bool = False  # shift and scale advantages to mean 0, variance 1 (TRL, REINFORCE++)
     # --- KL to the reference ---
+
     # weight of the KL in the reward (TRL 0.16). Too low: the policy exploits the reward; too high: it hardly moves
     kl_coef: Annotated[NonNegative, alias("--init-kl-coef", "--beta")] = 0.05
     # with d = log(pi/ref) of a token: k1 or kl: d; abs: |d|; k2 or mse: d^2 / 2; k3: exp(-d) - 1 + d; full: exact
@@ -160,6 +162,7 @@ class Args:
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text or messages that end with the user's; reward functions get all columns ---
+
     # folder of train.jsonl and validation.jsonl (or .parquet), one such file, or a name on the hub
     dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/data/prompts"
     dataset_config: Annotated[Name | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
