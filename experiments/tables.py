@@ -141,17 +141,17 @@ def fill(text: str) -> str:
 def beside_trl(scripts: tuple[str, ...] = SCRIPTS, left_out: tuple[str, ...] = ("KL", "EOS share", "tokens")) -> str:
     """Scripts beside TRL, by what they are about and by the CPU seconds of their runs. Their pages have what is left
     out."""
-    lines = [["", "", "ours", "TRL", "difference", "version"]]
+    lines = [["", "", "ours", "TRL", "difference"]]
     for script in scripts:
-        label = f"`{script}.py`"
+        label = f"`{script}.py`, TRL {run_trl.TRAINERS[script]}"
         columns = SPECS["beside-trl"][script] | {"CPU seconds": "cpu 0"}
         for title, column in ((title, column) for title, column in columns.items() if title not in left_out):
             part, metric, digits = parse(column)
             sides = [by_seed(learned(name), part, metric) for name in (script, f"TRL {script}")]
             cells = [number([*side.values()], digits) for side in sides]
-            lines.append([label, title, *cells, verdict(*sides, digits), run_trl.TRAINERS[script]])
+            lines.append([label, title, *cells, verdict(*sides, digits)])
             label = ""
-    return markdown(lines, "llrrll")
+    return markdown(lines, "llrrl")
 
 
 def beside() -> str:
