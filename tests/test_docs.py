@@ -145,6 +145,12 @@ def test_commands_are_understood(path, monkeypatch):
             assert not word.startswith(("toy/", "docs/", "rewards/")) or Path(word.split(":")[0]).exists(), word
 
 
+@pytest.mark.parametrize("command", load("lecture/before.py").RUNS.values())
+def test_the_runs_of_the_course_are_understood(command, monkeypatch):
+    if not command.startswith("lecture/"):
+        assert read(shlex.split(command), monkeypatch)
+
+
 def needs_nothing(command):
     """Whether a command starts from the toy world alone, not from the model of an earlier command."""
     is_own = {"--model", "--resume", "--dataset", "--from-scratch"} & set(command)

@@ -290,7 +290,7 @@ def main() -> None:
     output = args.output or ROOT / f"runs/trace/{args.file.stem}.html"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(make_page(data), "utf-8")
-    print(f"saved as {output}")
+    print(f"saved as {output}: open it in a browser")
 
 
 if __name__ == "__main__":
