@@ -94,6 +94,8 @@ def pytest_terminal_summary(terminalreporter, config):
     outcomes = ("passed", "failed", "skipped")
     done, wrong, undone = (names_of(config, outcome) for outcome in outcomes)
     what, begin = "", f", {undone[0]} is the next" if undone else ""
+    if wrong:
+        begin = f", first mend {wrong[0]}"
     if not done + wrong + undone:  # -k capstone
         done, wrong, undone = (names_of(config, outcome, "test_training.py") for outcome in outcomes)
         what = "the capstone: "
