@@ -12,7 +12,7 @@ from sources import ROOT
 sys.path.insert(0, str(ROOT / "tools"))
 from stepwise import make_notebook  # noqa: E402
 
-FILES = [path for path in sorted((ROOT / "lecture").glob("*.py")) if path.stem != "fork"]
+FILES = [path for path in sorted((ROOT / "lecture").glob("*.py")) if path.stem not in ("fork", "before")]
 AGENT = dict(batch_size=8, total_episodes=24, num_generations=4)
 
 
