@@ -142,7 +142,7 @@ def test_a_file_half_done(run, tmp_path):
     bodies = {"gae": "return rewards, 1 / 0", "dpo_loss": "raise SystemExit(0)"}
     half = solved(tmp_path / "half.py", masked_mean="return x[mask].sum() / max(mask.sum(), 1)", **bodies)
     code, text = run(half)
-    assert code == 1 and f" 1 done, 2 wrong, {len(NAMES) - 3} not done yet, response_mask is the next " in text, text
+    assert code == 1 and f" 1 done, 2 wrong, {len(NAMES) - 3} not done yet, first mend dpo_loss " in text, text
     assert "ZeroDivisionError: division by zero" in text and "return rewards, 1 / 0" in text
     assert "It stopped with SystemExit: 0" in text
     assert "Traceback" not in text and "grading.py" not in text, text
