@@ -1,18 +1,16 @@
 """A pretend accelerator, for machines that have none. Its tensors hold memory of the host, and behave as CUDA's do where
 a program for a CPU goes wrong:
 - an operator on tensors of both devices raises, but for numbers (0-dim CPU tensors) and CPU indices;
-- `.numpy()` and generators of the CPU raise; what is drawn on the device is not what the CPU draws from the same seed;
-- what makes the host wait for the device (`item`, `tolist`, `bool`, boolean masks, copies to the CPU) is counted.
+- `.numpy()` and generators of the CPU raise; what is drawn on the device is not what the CPU draws from the same seed.
 Built on PyTorch's Python backends (torch.utils.backend_registration, experimental). Nothing is asynchronous, and the
 kernels are the CPU's: times and rounding say nothing of a GPU's.
 
 test_device.py starts it in a process of its own, as PyTorch never forgets such a device: pretend_device.py JOBS.json
-trains on it, and writes into found.json how often the host waited, by run and function.
+trains on it.
 """
 
 import json
 import sys
-from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,19 +26,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
 own_generator = torch.Generator()
-reads = Counter()
-
-
-def note_read():
-    """The host waits here: counted for the function that train() has called."""
-    frame, found = sys._getframe(1), "elsewhere"
-    while frame is not None and frame.f_code.co_name != "train":
-        if frame.f_code.co_filename.rpartition("/")[0] == ROOT:
-            found = frame.f_code.co_name
-        frame = frame.f_back
-    reads[found] += 1
 
 
 class PretendTensor(torch.Tensor):
@@ -56,7 +42,6 @@ class PretendTensor(torch.Tensor):
         return tensor
 
     def tolist(self):
-        note_read()
         return self.raw.tolist()
 
     def __format__(self, spec):
@@ -115,9 +100,6 @@ def execute(operator, args, kwargs):
         check(operator, args, kwargs)
         if "generator" in takes:
             kwargs["generator"] = own_generator
-    has_boolean_mask = operator in INDEXING and any(x.dtype == torch.bool for x in tensors_in(args[1]))
-    if operator in READS or has_boolean_mask or (operator in COPIES and not stays):
-        note_read()
     if "device" in takes:
         kwargs["device"] = torch.device("cpu")
     result = operator(*pytree.tree_map(raw, args), **pytree.tree_map(raw, kwargs))
@@ -170,9 +152,5 @@ if __name__ == "__main__":
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     library.impl("_copy_from", copy_from, "PrivateUse1")
-    found = {}
     for script, settings, output in json.loads(Path(sys.argv[1]).read_text()):
-        reads.clear()
         run(script, output, device=NAME, **settings)
-        found[Path(output).name] = dict(reads)
-    Path(sys.argv[1]).with_name("found.json").write_text(json.dumps(found))

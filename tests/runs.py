@@ -20,7 +20,12 @@ GOLD = "toy/gold_score.py:gold_score"
 NAMES = [script.removesuffix(".py") for script in SCRIPTS]
 ON_PROMPTS = [name for name in NAMES if name in ("ppo", "rloo", "grpo", "agent")]  # these draw responses to prompts
 ON_TEXTS = [name for name in NAMES if name not in (*ON_PROMPTS, "ddpo")]
-PPO_FIRST = [pytest.param(name, marks=[pytest.mark.slow] if name != "ppo" else []) for name in NAMES]
+
+
+def slow_but(quick, cases):
+    """The cases, of which all but the quick ones are marked as slow."""
+    values = lambda case: case if isinstance(case, tuple) else [case]  # noqa: E731
+    return [case if case in quick else pytest.param(*values(case), marks=pytest.mark.slow) for case in cases]
 
 
 def script(name):
@@ -113,7 +118,7 @@ def words_of(**settings):
 def in_background(name, *words):
     """Starts a run in a process of its own, forked from one that has imported all that it needs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(NAMES)
+    context.set_forkserver_preload([name])
     process = context.Process(target=quiet_main, args=(name, *map(str, words)))
     process.start()
     return process

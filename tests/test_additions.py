@@ -5,13 +5,11 @@ agree, and the weights that are saved. test_lecture.py does the same for what bo
 """
 
 import json
-import math
 from contextlib import nullcontext
 
 import pytest
 import torch
 from float64 import float64, in_float64, load_in_float64
-from numbers_of_others import close, golden
 from runs import lines_of, short_form, weights_of, write_rows
 from sources import ROOT, lines_of as lines_of_file, text_of
 from tiny import tiny_model
@@ -222,20 +220,3 @@ def test_by_hand(case, folder, tmp_path, monkeypatch):
     ours, by_hand = weights_of(tmp_path / "ppo"), weights_of(tmp_path / "short")
     assert ours.keys() == by_hand.keys()
     assert all(torch.allclose(ours[name], by_hand[name], rtol=0, atol=rel) for name in ours)
-
-
-def test_scaled_scores_against_trl07():
-    _, o = golden("trl0711_score_scaling")
-    variants = {
-        "scores": {},
-        "scaled_only": dict(score_scaling="std"),
-        "scaled_and_normed": dict(score_scaling="norm"),
-        "scaled_normed_clip0p5": dict(score_scaling="norm", score_clip=0.5),
-    }
-    before = [0, 0.0, 0.0]
-    for step in o["sequence"]:
-        for name, settings in variants.items():
-            sums = list(before)
-            close(ppo.scale_scores(step["scores"], sums, ppo.Args(**settings)), step[name], rtol=1e-5, atol=1e-6)
-        before = sums
-    assert math.isfinite(sum(json.loads(json.dumps(before))))  # as a checkpoint has them

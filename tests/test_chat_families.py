@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from families import FAMILIES, make_tokenizer, save_family
-from runs import is_in, run, tokens_read, write_rows
+from runs import is_in, run, slow_but, tokens_read, write_rows
 from transformers import GenerationConfig
 
 import dpo
@@ -21,7 +21,6 @@ TALK = [
 BAD = [*TALK[:3], TALK[1]]
 ENDS = {"llama 3": "<|eot_id|>", "gemma 3": "<end_of_turn>", "phi 3.5": "<|end|>", "gpt-oss": "<|return|>"}
 ENDS |= {"mistral": "</s>", "olmo 2": "<|endoftext|>", "granite": "<|end_of_text|>"}  # of the others: <|im_end|>
-QUICK = ["llama 3", "gpt-oss"]
 
 
 def read_with(tokenizer, messages, end):
@@ -71,7 +70,7 @@ def test_all_scripts_read_one_conversation_alike(family, tmp_path):
             assert sides(script, data, tokenizer) == [asked, best, bad]
 
 
-@pytest.mark.parametrize("family", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES])
+@pytest.mark.parametrize("family", slow_but(["llama 3", "gpt-oss"], FAMILIES))
 def test_a_policy_of_each_family_trains_and_stops_where_its_turns_end(family, tmp_path):
     """What is saved stops at the tokens that the makers name, and at the one that ends a turn."""
     policy, _ = save_family(family, tmp_path)

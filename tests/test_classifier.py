@@ -7,7 +7,6 @@ from sources import load, text_of
 from transformers import AutoModelForSequenceClassification, BertTokenizer, DistilBertConfig
 
 import ppo
-import reward_model
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "film", "is", "good", "bad", "."]
 LABELS = ["NEGATIVE", "NEUTRAL", "POSITIVE"]
@@ -16,16 +15,9 @@ LABELS = ["NEGATIVE", "NEUTRAL", "POSITIVE"]
 @pytest.fixture
 def model(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
-    config = DistilBertConfig(
-        vocab_size=len(WORDS),
-        dim=16,
-        n_layers=1,
-        n_heads=2,
-        hidden_dim=16,
-        max_position_embeddings=32,
-        id2label=dict(enumerate(LABELS)),
-        label2id={name: i for i, name in enumerate(LABELS)},
-    )
+    labels = dict(id2label=dict(enumerate(LABELS)), label2id={name: i for i, name in enumerate(LABELS)})
+    sizes = dict(dim=16, n_layers=1, n_heads=2, hidden_dim=16, max_position_embeddings=32)
+    config = DistilBertConfig(vocab_size=len(WORDS), **sizes, **labels)
     torch.manual_seed(0)
     folder = tmp_path / "model"
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
@@ -33,16 +25,12 @@ def model(tmp_path):
     return folder
 
 
-@pytest.fixture
-def classifier(model, tmp_path):
-    """A copy of rewards/classifier.py with another model, as its docstring advises."""
+def test_the_score_is_the_logit_of_the_label(model, tmp_path):
+    """In a copy with another model, as the docstring advises; whatever else is in a batch; the last text is longer than the
+    model reads."""
     file = tmp_path / "classifier.py"
     file.write_text(text_of("rewards/classifier.py").replace("lvwerra/distilbert-imdb", str(model)))
-    return load(file)
-
-
-def test_the_score_is_the_logit_of_the_label(classifier, model):
-    """Whatever stands in the same batch; the last text is longer than the model reads."""
+    classifier = load(file)
     prompts = ["the film is", "the film", "the film is good . "]
     completions = [" good .", " .", "the film is bad . " * 10]
     classifier.BATCH_SIZE = 2
@@ -57,19 +45,6 @@ def test_the_score_is_the_logit_of_the_label(classifier, model):
     assert len(set(scores)) == 3
 
 
-def test_a_label_that_is_not_there_is_named_beside_those_that_are(classifier):
-    classifier.LABEL = "FINE"
-    with pytest.raises(AssertionError, match="FINE.*NEGATIVE, NEUTRAL, POSITIVE"):
-        classifier.score(["the film"], ["is good"])
-
-
 def test_ppo_points_to_it_for_a_model_with_several_labels(model, tmp_path, tiny):
     with pytest.raises(SystemExit, match="rewards/classifier.py"):
         run(ppo, tmp_path / "run", reward_model=str(model), **tiny["ppo"])
-
-
-def test_what_is_trained_is_a_causal_model(model, tmp_path):
-    config = DistilBertConfig.from_pretrained(model, num_labels=1)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(model)
-    with pytest.raises(SystemExit, match="causal"):
-        run(reward_model, tmp_path / "run", model=str(model))

@@ -18,14 +18,12 @@ compare = load("tools/compare.py", "tools_compare")
 KEY = "sk-test-0123456789abcdef"
 # What judges say, by the verdict that it is
 SAID = {
-    "A": """A | (A) | [[A]] | {"winner": "A"} | I would choose A | A wins. | A: it answers the question | I prefer (A).
-| Both are fine.\\nA | **A** is the better response""",
-    "B": """b. | ```json\\n{"answer": "B", "why": "shorter"}\\n``` | **Answer:** B | B - shorter | (B) because it ends
-| B. It covers plan A: the film | <think>Answer: A? No.</think>B""",
-    None: """A is dull. B is better than A. | My first choice: A. But on reflection, answer: B | | C | Neither A nor B
-| Answer: A or B | Bananas | A is not better. | A: 7/10, B: 9/10 | <think>Answer: A, since | A film is better""",
+    "A": """A | (A) | [[A]] | {"winner": "A"} | I would choose A | A: it answers the question | Both are fine.\\nA""",
+    "B": """b. | ```json\\n{"answer": "B", "why": "shorter"}\\n``` | **Answer:** B | B. It covers plan A: the film
+| <think>Answer: A? No.</think>B""",
+    None: """A is dull. B is better than A. | | C | Neither A nor B | A is not better. | A: 7/10, B: 9/10
+| <think>Answer: A, since | A film is better""",
 }
-SAID = [(x.replace("\\n", "\n"), letter) for letter, said in SAID.items() for x in re.split(r"\s*\|\s?", said)]
 
 
 @pytest.fixture(autouse=True)
@@ -55,51 +53,42 @@ def test_summary_by_hand():
     pairs += [pair("tie", score_a=5.0, score_b=2.0), pair("b", score_a=0.0, score_b=1.0), pair(None, error="late")]
     for one, verdicts in zip(pairs, ["AB", "BA", "AA", "BB", "AA"]):
         one.verdicts = list(verdicts)
-    wanted = dict(pairs=6, wins=3, ties=1, losses=1, unjudged=1, win_rate=0.7, last_error="late")
-    wanted |= dict(
-        pairs_a_not_longer=3, win_rate_a_not_longer=0.5, tokens_a=3, tokens_b=5, eos_share_a=1, eos_share_b=0
-    )
+    wanted = dict(wins=3, ties=1, losses=1, unjudged=1, win_rate=0.7, win_rate_a_not_longer=0.5, eos_share_a=1)
     wanted |= dict(score_difference=1, score_difference_error=2 / 3**0.5, order_disagreement=0.6, first_shown_won=0.6)
     found = compare.summarize(pairs)
     assert {name: found[name] for name in wanted} == {name: pytest.approx(x) for name, x in wanted.items()}
 
 
 def test_the_higher_reward_wins():
-    """Without a reward there is no winner, and equal texts are a tie, unless one of them is cut off."""
+    """Without a reward there is no winner, and equal texts are a tie."""
     scores = {(2.0, 1.0): "a", (1, 2.0): "b", (1.0, 1.0): "tie", (None, 1.0): None, (1.0, float("inf")): None}
-    pairs = [pair(score_a=a, score_b=b) for a, b in scores] + [pair(b="aa", score_a=2.0, score_b=1.0)]
+    pairs = [pair(score_a=a, score_b=b) for a, b in scores]
     pairs.append(compare.Pair(0, "p", "aa", "aa", 3, 3, True, True, score_a=1 + 1e-7, score_b=1.0))
     for one in pairs:
         compare.judge_by_reward(one)
-    assert [one.winner for one in pairs] == [*scores.values(), "a", "tie"]
-    assert [bool(one.error) for one in pairs] == [one.winner is None for one in pairs]
+    assert [one.winner for one in pairs] == [*scores.values(), "tie"]
 
 
 def test_a_policy_against_itself(tmp_path):
-    """At temperature 0 all pairs are ties. The folder of another comparison, and a policy that plays, are refused."""
+    """At temperature 0 all pairs are ties. The folder of another comparison is not overwritten."""
     assert run(tmp_path / "out", other="toy/sft", reward_fn=GOLD)[0]["ties"] == 12
-    (tmp_path / "args.json").write_text('{"env": "toy/guess/make.py:Game"}')
-    for other, message in ("toy/sft", "out exists"), (".", "evaluate.py"):
-        with pytest.raises(SystemExit, match=message):
-            run(tmp_path / "out", other=other, reward_fn=GOLD)
+    with pytest.raises(SystemExit, match="out exists"):
+        run(tmp_path / "out", other="toy/sft", reward_fn=GOLD)
 
 
 TEXT = " It is not good."
 TURNS = [{"role": "user", "content": "The film"}, {"role": "assistant", "content": TEXT.strip()}]
-FORMS = {"text": TEXT, "with its prompt": "The film" + TEXT, "message": TURNS[1:], "conversation": TURNS}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("is_chat", [False, True])
-def test_a_reference_is_the_answer_alone(is_chat, form, tmp_path):
+@pytest.mark.parametrize("is_chat, answer", [(False, "The film" + TEXT), (True, TURNS[1:]), (True, TURNS)])
+def test_a_reference_is_the_answer_alone(is_chat, answer, tmp_path):
     """The judge reads it without the prompt; the reward model behind the prompt, up to the token that ends it."""
     policy, reward = save_family("llama 3", tmp_path) if is_chat else ("toy/sft", "toy/reward_model")
     (tmp_path / "r.py").write_text("def f(completions, **_):\n    return [len(str(text)) for text in completions]\n")
-    answer = TEXT if is_chat and "its" in form else FORMS[form]
     rows = [{"prompt": TURNS[:1] if is_chat else "The film", "answer": answer}] * 3
     settings = dict(model=policy, dataset=write_rows(tmp_path / "d.jsonl", rows), reference_column="answer")
     _, (one, *_) = run(tmp_path / "function", reward_fn="r.py:f", **settings)
-    text = TEXT if form in ("text", "with its prompt") else TEXT.strip()
+    text = TEXT.strip() if is_chat else TEXT
     assert one["b"] == text and one["score_b"] == len(str(TURNS[1:]) if is_chat else text)
     _, (one, *_) = run(tmp_path / "model", reward_fn=reward, **settings)
     reward, policy = (ROOT / name if name.startswith("toy") else name for name in (reward, policy))
@@ -110,21 +99,10 @@ def test_a_reference_is_the_answer_alone(is_chat, form, tmp_path):
     assert one["score_b"] == pytest.approx(model.score(states).item(), abs=1e-4) and one["ended_b"]
 
 
-def test_other_references_are_refused(tmp_path):
-    settings = dict(dataset="d.jsonl", reward_fn=GOLD, reference_column="chosen")
-    wrong = {"a role and a content": [{"from": "gpt", "value": "It is."}], "neither a text nor messages": None}
-    wrong["another prompt"] = [{"role": "user", "content": "A book"}, TURNS[1]]
-    for reason, reference in wrong.items():
-        write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "chosen": text} for text in (TEXT, reference)])
-        with pytest.raises(SystemExit, match=f"row 2 of .*{reason}.*recipes/data.py converts other forms"):
-            run(tmp_path / "out", **settings)
-    with pytest.raises(SystemExit, match="there is no column 'rejected', only prompt, chosen"):
-        run(tmp_path / "out", **settings | dict(reference_column="rejected"))
-
-
-@pytest.mark.parametrize(("answer", "letter"), SAID)
-def test_parse_verdict(answer, letter):
-    assert compare.parse_verdict(answer) == letter
+@pytest.mark.parametrize("letter", SAID)
+def test_a_verdict_is_read_from_what_a_judge_says(letter):
+    for answer in re.split(r"\s*\|\s?", SAID[letter].replace("\\n", "\n")):
+        assert compare.parse_verdict(answer) == letter, answer
 
 
 @pytest.fixture
@@ -163,15 +141,13 @@ def shown(request):
     return re.search(r"--- Response A\n(.*?)\n\n--- Response B\n(.*?)\n\n--- End", question, re.S).groups()
 
 
-def test_a_judge_with_a_taste_and_gaps(ask):
+def test_the_better_text_wins_from_either_place_and_silent_judges_are_counted(ask):
     """Whoever is good wins, from either place; each pair is asked in both orders, at temperature 0. Of the last pairs
     some end in an error, in silence, in chatter, in replies of another form."""
     replies = {
         "five": ((500, "out of memory"), "HTTP 500: out of memory"),
         "hang": ("hang", "TimeoutError"),
-        "chat": ("Well now.", "neither A nor B"),
         "form": ((200, '{"choices": []}'), "IndexError"),
-        "deep": ((200, "[" * 100_000), "RecursionError"),
     }
 
     def judge(first, second):
@@ -179,8 +155,8 @@ def test_a_judge_with_a_taste_and_gaps(ask):
         return replies.get(first, replies.get(second, [said]))[0]
 
     a, b = ["a good film", "dull", "same"], ["bad", "one good thing", "same "]  # nobody is asked about the last
-    summary, pairs = ask([*a, *replies], [*b, *"-----"], judge, judge_timeout=1.0)
-    assert [p["winner"] for p in pairs] == ["a", "b", "tie", *[None] * 5] and summary["unjudged"] == 5
+    summary, pairs = ask([*a, *replies], [*b, *"---"], judge, judge_timeout=1.0)
+    assert [p["winner"] for p in pairs] == ["a", "b", "tie", *[None] * 3] and summary["unjudged"] == 3
     assert [p["verdicts"] for p in pairs[:3]] == [["A", "B"], ["B", "A"], []] and summary["win_rate"] == 0.5
     assert all(reason in p["error"] for p, (_, reason) in zip(pairs[3:], replies.values()))
     assert {str(request.url) for request in ask.requests} == {"http://judge/v1/chat/completions"}

@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from runs import run, watch
+from runs import run, slow_but, watch
 from safetensors.torch import load_file
 from shapes import UNET, close, flat, make, step
 from sources import ROOT
@@ -110,11 +110,7 @@ def noise_of(figures, chain, args):
         yield torch.stack(draws, 1)
 
 
-QUICK = "accumulate"
-SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in TRL["cases"] if case != QUICK]
-
-
-@pytest.mark.parametrize("case", [QUICK, *SLOW])
+@pytest.mark.parametrize("case", slow_but(["accumulate"], TRL["cases"]))
 def test_an_epoch_is_trls(case, world, tmp_path, monkeypatch):
     """`train` itself, on TRL's models: what it samples from TRL's noise, scores, advantages, metrics, and weights."""
     figures = arrays_of(case)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from runs import NAMES, PPO_FIRST, assert_close_runs, cut, run, script
+from runs import NAMES, assert_close_runs, cut, run, script, slow_but
 from sources import ROOT
 from transformers import AutoModelForCausalLM
 
@@ -48,47 +48,35 @@ def settings_of(part_of):
 
 
 def train_there(folder, jobs):
-    """Runs on the pretend device; where its tensors were read."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, "tests/pretend_device.py", str(folder / "jobs.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads((folder / "found.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, request, settings_of):
-    """A folder with the runs that are asked for, on both devices, and the reads by run and function."""
+    """A folder with the runs that are asked for, on both devices."""
     folder = tmp_path_factory.mktemp("devices")
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     cases = sorted({item.callspec.params["case"] for item in items})
     jobs = [[case.split()[0], settings_of(case), str(folder / "there" / case)] for case in cases]
     for name, settings, output in jobs:
         run(name, output.replace("there", "here"), **settings)
-    return folder, train_there(folder, jobs)
+    train_there(folder, jobs)
+    return folder
 
 
-@pytest.mark.parametrize("case", [*PPO_FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS_HERE)])
+@pytest.mark.parametrize("case", slow_but(["ppo"], [*NAMES, *OTHERS_HERE]))
 def test_the_numbers_are_those_of_the_cpu(case, runs):
     """Two updates, an evaluation and tables; what was saved loads in a process without the device."""
-    folder, _ = runs
-    assert_close_runs(folder / "there" / case, folder / "here" / case, weights=2e-4)
-    assert "pretend_device" not in sys.modules
+    assert_close_runs(runs / "there" / case, runs / "here" / case, weights=2e-4)
     if case == "ppo":
-        AutoModelForCausalLM.from_pretrained(folder / "there" / case)
-
-
-@pytest.mark.parametrize("case", [x for x in PPO_FIRST if str(x.values[0]) in ("ppo", "rloo", "grpo")])
-def test_the_host_seldom_waits_for_the_device(case, runs, settings_of):
-    """In two updates: for each mini-batch, which has two micro-batches; and for each rollout, at every eighth step."""
-    reads = runs[1][case]
-    assert reads["update"] <= 18 * 2 * settings_of(case)["num_ppo_epochs"], reads
-    assert reads["sample_batch"] <= 6 * 2, reads
-    assert sum(reads.values()) - sum(reads[name] for name in ("show_samples", "evaluate", "finish")) <= 200, reads
+        AutoModelForCausalLM.from_pretrained(runs / "there" / case)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_device(tmp_path, settings_of):
+def test_resume_on_another_device(tmp_path, settings_of):
     """From checkpoints that the other device has written."""
     settings = settings_of("ppo") | SAVED
     run("ppo", tmp_path / "whole", **settings)

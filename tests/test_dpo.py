@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from by_hand import SETTINGS, agree, evaluated, ids_of, read_text, saved, toy_rows, write_data, write_model
-from runs import run, untimed, watch, write_rows
+from runs import run, slow_but, untimed, watch, write_rows
 from sources import ROOT
 from transformers import AutoTokenizer
 
@@ -67,113 +67,40 @@ def test_pairs_that_are_cut_are_counted(module, tokenizer, tmp_path, capsys):
 
 # --- by hand
 
-DPO = SETTINGS | dict(max_length=30, max_prompt_length=4, beta=0.3, label_smoothing=0.1, max_grad_norm=3.0)
+
+def logps_and_rewards(model, reference, row, length, beta):
+    """Of both texts of a pair, within a length: sums of log-probabilities, and rewards."""
+    logps, rewards = [], []
+    for side in ("chosen", "rejected"):
+        prompt, text = ids_of(row["prompt"], row[side])
+        ids = (prompt + text)[:length]
+        ours, theirs = (read_text(x, ids, len(prompt))[0].sum().item() for x in (model, reference))
+        logps.append(ours)
+        rewards.append(beta * (ours - theirs))
+    return logps, rewards
 
 
-@pytest.fixture(scope="module")
-def choices(tmp_path_factory):
-    """Pairs with a prompt each; those of one are the same where they are cut."""
-    rows = toy_rows("preferences", "train", 28)
-    tests = toy_rows("preferences", "validation", 12)
-    rows[1]["rejected"] = rows[1]["chosen"] = rows[1]["chosen"] * 9
-    rows[1]["rejected"] += " Bad."
-    folder = tmp_path_factory.mktemp("choices")
-    data = write_data(folder / "data", train=rows, validation=tests)
-    return SimpleNamespace(rows=rows, tests=tests, dataset=data, model=write_model(folder / "model", "dropout"))
-
-
-def cut_pairs(rows, length=30, prompt_length=4):
-    """[(prompt, chosen, rejected)] of rows, within a length; those that are then equal are left out."""
-    found = []
-    for row in rows:
-        prompt, chosen = ids_of(row["prompt"], row["chosen"])
-        _, rejected = ids_of(row["prompt"], row["rejected"])
-        if len(prompt) + max(len(chosen), len(rejected)) > length:
-            prompt = prompt[-prompt_length:]
-        room = length - len(prompt)
-        if chosen[:room] != rejected[:room]:
-            found.append((prompt, chosen[:room], rejected[:room]))
-    return found
-
-
-def logps(model, pair, args):
-    """Log-probabilities of both completions, summed over their tokens, or for ipo their means."""
-    prompt, *ends = pair
-    for end in ends:
-        logprobs, _ = read_text(model, prompt + end, len(prompt))
-        yield logprobs.mean() if args.loss_type == "ipo" else logprobs.sum()
-
-
-def pair_loss(args, gap):
-    """The loss of a pair whose log-ratios differ by the gap."""
-    if args.loss_type == "ipo":
-        return (gap - 0.5 / args.beta) ** 2
-    right = torch.sigmoid(args.beta * gap)
-    smoothing = args.label_smoothing
-    return -(1 - smoothing) * right.log() - smoothing * (1 - right).log()
-
-
-def reader(args, reference):
-    """A function that reads pairs with a policy: their mean loss, and what is logged beside it."""
-
-    def read(policy, pairs):
-        losses = []
-        rows = []
-        for pair in pairs:
-            a, b = logps(policy, pair, args)
-            with torch.no_grad():
-                ref_a, ref_b = logps(reference, pair, args)
-            losses.append(pair_loss(args, (a - ref_a) - (b - ref_b)))
-            rows.append(torch.stack([a, b, args.beta * (a - ref_a), args.beta * (b - ref_b)]).detach())
-        a, b, chosen, rejected = torch.stack(rows).T
-        stats = {
-            "logps/chosen": a.mean().item(),
-            "logps/rejected": b.mean().item(),
-            "rewards/chosen": chosen.mean().item(),
-            "rewards/rejected": rejected.mean().item(),
-            "rewards/accuracies": (chosen > rejected).float().mean().item(),
-            "rewards/margins": (chosen - rejected).mean().item(),
-        }
-        return torch.stack(losses).mean(), stats
-
-    return read
-
-
+@pytest.mark.parametrize("more", [{}, dict(lora_r=2, learning_rate=5e-2)], ids=["a model", "an adapter"])
 @torch.no_grad()
-def evaluate(read, tests, policy):
-    """What dpo.py should log of the pairs of the test split."""
-    loss, stats = read(policy, tests)
-    return {f"eval/{name}": x for name, x in stats.items()} | {"eval/loss": loss.item()}
-
-
-ADAPTER = dict(lora_r=2, learning_rate=5e-2, loss_type="ipo", label_smoothing=0.0)
-
-
-@pytest.mark.parametrize("more", [{}, ADAPTER], ids=["sigmoid", "an adapter, ipo"])
-def test_evaluation_and_reference_by_hand(more, choices, tmp_path, monkeypatch):
-    """The evaluation of the model that is saved; in each step the log-probabilities of the reference, with or without
-    precomputing them. The steps themselves are held to the short form, in test_lecture.py."""
-    given = DPO | dict(model=choices.model, dataset=choices.dataset, num_sample_generations=0) | more
-    batches = []
-    watch(monkeypatch, dpo, "length_grouped_batches", lambda found, *_: batches.extend(found[0]))
-    lines = run(dpo, tmp_path / "run", **given)
-    args = SimpleNamespace(**vars(dpo.Args()) | given)
-    reference = saved(choices.model)
-    read = reader(args, reference)
-    agree(
-        evaluated(lines[-1]),
-        evaluate(read, cut_pairs(choices.tests), saved(tmp_path / ("run/merged" if more else "run"))),
-    )
-    pairs = cut_pairs(choices.rows)
-    prompts = [len(pair[0]) for pair in pairs]
-    assert len(pairs) == 27 and min(prompts) <= 4 < max(prompts)
-    for number, line in enumerate(lines):
-        _, stats = read(reference, [pairs[i] for i in batches[number]])  # its log-probabilities are the reference's
-        for side in ("chosen", "rejected"):
-            ours = line[f"logps/{side}"] - line[f"rewards/{side}"] / given["beta"]
-            assert ours == pytest.approx(stats[f"logps/{side}"], rel=1e-3)
+def test_evaluation_by_hand(more, tmp_path):
+    """Of the model that is saved; without dropout; with or without log-probabilities that are computed before."""
+    tests = toy_rows("preferences", "validation", 12)
+    model = write_model(tmp_path / "model", "dropout")
+    data = write_data(tmp_path / "data", train=toy_rows("preferences", "train", 28), validation=tests)
+    given = SETTINGS | dict(beta=0.3, label_smoothing=0.1, max_length=64, model=model, dataset=data) | more
+    with torch.enable_grad():
+        lines = run(dpo, tmp_path / "run", **given)
+        again = run(dpo, tmp_path / "again", precompute_ref=True, **given)
+    after = saved(tmp_path / ("run/merged" if more else "run"))
+    both = [logps_and_rewards(after, saved(model), row, 64, 0.3) for row in tests]
+    logps, rewards = torch.tensor(both).unbind(1)  # (12, 2)
+    gap = rewards[:, 0] - rewards[:, 1]
+    wanted = {"eval/loss": -(0.9 * gap.sigmoid().log() + 0.1 * (-gap).sigmoid().log()).mean()}
+    for i, side in enumerate(("chosen", "rejected")):
+        wanted |= {f"eval/logps/{side}": logps[:, i].mean(), f"eval/rewards/{side}": rewards[:, i].mean()}
+    wanted |= {"eval/rewards/accuracies": (gap > 0).float().mean(), "eval/rewards/margins": gap.mean()}
+    agree(evaluated(lines[-1]), {name: x.item() for name, x in wanted.items()})
     assert abs(lines[-1]["rewards/margins"]) > 0.01
-    again = run(dpo, tmp_path / "precomputed", precompute_ref=True, **given)
     for line, other in zip(untimed(again), untimed(lines), strict=True):
         agree(line, other)
 
@@ -194,7 +121,7 @@ def test_the_reference_leaves_the_memory_once_all_is_precomputed(tmp_path, tiny,
 # --- learning
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", slow_but([1], [1, 2]))
 def test_dpo_learns(seed, tmp_path, clear_pairs):
     """After 48 steps three seeds had a margin of 0.47 to 0.56 on unseen pairs."""
     lines = run(dpo, tmp_path / "run", seed=seed, dataset=clear_pairs, batch_size=8, learning_rate=5e-4)

@@ -1,6 +1,5 @@
 """agent.py: conversations, limits, environments that misbehave, and the calculator of rewards/."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -118,8 +117,8 @@ def test_a_conversation(tokenizer, calculator):
     assert torch.equal(steps, r.prompt_mask.sum(1, keepdim=True) + torch.arange(len(stream) - 1))
 
 
-def test_limits(tokenizer, calculator):
-    """An episode that they cut has not ended, and keeps what it has earned; the answer after it is not told."""
+def test_an_episode_that_a_limit_cuts_has_not_ended(tokenizer, calculator):
+    """It keeps what it has earned; the answer after it is not told."""
 
     class Paid(calculator):
         def step(self, said):
@@ -129,19 +128,17 @@ def test_limits(tokenizer, calculator):
     ask = tokenizer("<calc>2 * 9</calc><|im_end|>")["input_ids"]
     told = tokenizer("18")["input_ids"]
     script = ask + told + ask + told + tokenizer("#### 18<|im_end|>")["input_ids"]
-    texts = [PROBLEM | {"prompt": "2 times 9?"}]
-
-    def play(**settings):
-        r = Scripted(tokenizer, Paid, script).play(texts, **settings)
-        return int(r.mask.sum()), *turns_of(r), r.rewards.sum().item(), r.ended.item()
-
     both = 2 * len(ask) + len(told)
-    assert play() == (len(script), 3, 1.5, True)
-    assert play(max_turns=3) == (len(script), 3, 1.5, True)
-    assert play(max_turns=2) == (both, 2, 0.5, False)
-    assert play(response_length=both) == (both, 2, 0.5, False)
-    assert play(response_length=both + 1) == (both + 1, 2, 0.5, False)
-    assert play(response_length=both - 5) == (both - 5, 2, 0.25, False)  # "<calc>2 * 9</" is taken for an answer
+    for settings, found in (
+        ({}, (len(script), 3, 1.5, True)),
+        (dict(max_turns=3), (len(script), 3, 1.5, True)),
+        (dict(max_turns=2), (both, 2, 0.5, False)),
+        (dict(response_length=both), (both, 2, 0.5, False)),
+        (dict(response_length=both + 1), (both + 1, 2, 0.5, False)),
+        (dict(response_length=both - 5), (both - 5, 2, 0.25, False)),  # "<calc>2 * 9</" is taken for an answer
+    ):
+        r = Scripted(tokenizer, Paid, script).play([PROBLEM | {"prompt": "2 times 9?"}], **settings)
+        assert (int(r.mask.sum()), *turns_of(r), r.rewards.sum().item(), r.ended.item()) == found
 
 
 def test_each_of_several_stop_tokens_ends_a_turn(tokenizer, calculator):
@@ -149,26 +146,16 @@ def test_each_of_several_stop_tokens_ends_a_turn(tokenizer, calculator):
     eos, end = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     ask = tokenizer("<calc>2 * 9</calc>")["input_ids"]
     told = tokenizer("18")["input_ids"]
+    script = [*ask, eos, *told, *ask, end, *told, *tokenizer("#### 18")["input_ids"], eos]
     for stops in ([eos, end], [end, eos]):
-        policy = Scripted(
-            tokenizer, calculator, [*ask, eos, *told, *ask, end, *told, *tokenizer("#### 18")["input_ids"], eos]
-        )
+        policy = Scripted(tokenizer, calculator, script)
         policy.stop_token_ids = stops
         r = policy.play([PROBLEM | {"prompt": "2 times 9?"}])
         assert turns_of(r) == [3] and r.rewards.sum() == 1 and r.ended.item()
 
 
-MISFITS = [
-    CHATML.replace("{{ m.content }}{% endif %}", "{{ m.content.split('</think>')[-1] }}{% endif %}"),
-    CHATML.replace("<|im_end|>", "</s>"),
-    CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"),
-]
-
-
-@pytest.mark.parametrize("template", MISFITS)
-def test_templates_that_do_not_fit(tokenizer, calculator, template):
-    """One that deletes thoughts, one with another stop token, one without a place for answers."""
-    tokenizer.chat_template = template
+def test_a_template_without_a_place_for_answers_is_refused(tokenizer, calculator):
+    tokenizer.chat_template = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
     policy = Scripted(tokenizer, calculator, tokenizer("<calc>1</calc><|im_end|>???")["input_ids"])
     with pytest.raises((SystemExit, ValueError), match="chat template"):
         policy.play([PROBLEM])
@@ -179,30 +166,17 @@ def test_the_calculator(calculator):
     assert calculate(".05 * 1,200 + 1") == calculate("61.0") == "61"
     assert calculate("1 / 3") == "0.3333333333" and calculate("-5 + 3 * -2") == "-11"
     assert calculate("1234567.25 + 0") == "1234567.25"
-    for expression in ("", "1 / 0", "x", "2 ** 9", "1.2.3", "(" * 100, "9" * 300, "__import__('os')"):
+    for expression in ("", "1 / 0", "2 ** 9", "(" * 100, "9" * 300, "__import__('os')"):
         assert calculate(expression) == "not arithmetic"
     problem = calculator({"answer": "#### 1,200"})
     assert problem.step("<calc>1</calc><calc>3*400</calc>") == ("1200", None, False)
     assert problem.step("so #### 1200.") == ("", 1.0, True)
 
 
-def test_higher_or_lower():
-    """The second of eight guesses earns 7/8, and after the eighth it is over; what is no number is a guess, too."""
-    play = agent.load_function("rewards/higher_or_lower.py", "Game")
-    game = play({"number": 6})
-    assert game.step("7, or rather 5?") == ("Higher.", None, False)
-    assert game.step("It is 6.") == ("", 7 / 8, True)
-    game = play({"number": 6})
-    answers = [game.step(said) for said in ("six", "9" * 5000, *["7"] * 6)]
-    assert answers[0] == ("Say a number.", None, False)
-    assert answers[1] == ("Lower.", None, False)
-    assert [is_over for *_, is_over in answers] == [False] * 7 + [True]
-
-
 # --- Runs
 
 
-def test_a_run(tmp_path, capsys):
+def test_a_run_with_few_turns_and_an_adapter(tmp_path):
     """With KL, LoRA, evaluations and tables; a limit of two turns cuts most games."""
     settings = dict(
         batch_size=32, num_generations=4, total_episodes=64, response_length=8, max_turns=2, lora_r=2, beta=0.1
@@ -214,7 +188,6 @@ def test_a_run(tmp_path, capsys):
         assert line["reward"] == line["objective/scores"]
         assert 1 < line["turns"] <= 2 and 1 <= line["eval/turns"] <= 2
         assert 0 < line["ended"] < 1 and 0 <= line["eval/ended"] <= 1
-    assert re.search("«(higher|lower)»", capsys.readouterr().out)
     samples = load_file(tmp_path / "samples/step-00000001.safetensors")
     assert torch.equal(samples["loss_mask"], samples["written"])
     assert (samples["mask"] & ~samples["written"]).any() and not (samples["written"] & ~samples["mask"]).any()
@@ -248,7 +221,7 @@ def test_an_environment_may_spoil_its_row_and_draw_numbers(tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_discovers_binary_search(tmp_path):
+def test_agent_discovers_binary_search(tmp_path):
     """In two thirds of the run of docs/agent.md."""
     settings = dict(total_episodes=512 * 66, learning_rate=2e-3, dataset_test_split="train", eval_steps=66)
     first, *_, last = run(agent, tmp_path, **settings)

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from families import save_family
-from runs import GOLD, write_rows
+from runs import GOLD, slow_but, write_rows
 from runs import run as train
 from sources import ROOT
-from test_chat_families import FAMILY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -65,7 +64,7 @@ def test_kl_and_episodes_by_hand(env, tmp_path):
             assert row[env] == (1 - (len(guesses) - 1) / 8) * (guesses[-1] == str(row["number"]))
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 64])
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_means_and_groups(batch_size, tmp_path):
     """A reward function sees all answers to a prompt at once, however many are sampled at once. Their mean counts, but
     for those of which it says nothing (of n = 1 the second, of n = 3 both); the standard error is over prompts."""
@@ -79,23 +78,6 @@ def test_means_and_groups(batch_size, tmp_path):
     assert summary.loc["pass@2", "mean"] == 1
 
 
-def test_the_columns_of_a_row_stay_as_they_are(tmp_path):
-    """Whatever a reward function does to them, and if a number has the same name. A function has its own helper."""
-    for folder, text in {"one": "return [x.pop() + len(x) for x in facts]", "two": "return map(len, facts)"}.items():
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "helper.py").write_text(f"def f(facts, **_):\n    {text}\n")
-        (tmp_path / folder / "reward.py").write_text("from helper import f\n")
-    rows = [{"prompt": "The film", "facts": [1, 2], "response": "human", "kl": "small", "id": 2**60 + 1}] * 3
-    settings = dict(reference="toy/sft", reward_fn=("one/reward.py:f", "two/reward.py:f"), num_generations=2)
-    _, answers = run(dataset=write_rows(tmp_path / "d.jsonl", rows), **settings)
-    for line in answers:
-        assert (line["one/reward.py:f"], line["two/reward.py:f"], line["kl"]) == (3, 2, 0) and line[
-            "response"
-        ] != "human"
-        own = {name.removeprefix("row/"): line[name] for name in ("prompt", "facts", "row/response", "row/kl", "id")}
-        assert own == rows[0]
-
-
 NOTE = """
 def note(prompts, prompts_text, completions, completion_ids, **columns):
     with open("notes", "a") as file:
@@ -104,7 +86,7 @@ def note(prompts, prompts_text, completions, completion_ids, **columns):
 """
 
 
-@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("family", slow_but(["llama 3"], ["llama 3", "qwen 3"]))
 @pytest.mark.parametrize("judge", ["its own", "gemma 3"])
 def test_rewards_are_those_of_training(family, judge, tmp_path):
     """Of the same responses, from the first update of a run, before its first step: a reward function gets the same
@@ -112,8 +94,6 @@ def test_rewards_are_those_of_training(family, judge, tmp_path):
     the tokens that ended them in training."""
     policy, own = save_family(family, tmp_path / "policy")
     folder = own if judge == "its own" else save_family(judge, tmp_path / "judge")[1]
-    if folder is None:
-        pytest.skip("the library has no reward model of this family")
     (tmp_path / "r.py").write_text(NOTE)
     talk = [{"role": "user", "content": "The film?"}, {"role": "assistant", "content": "Oh."}] * 2
     rows = [{"prompt": talk[: 1 + 2 * (i % 2)], "n": i} for i in range(8)]
@@ -149,43 +129,25 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert results["args"]["temperature"] == 0.7 and "gold_score" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="out exists"):
         answers(*words)
-    data = write_rows(tmp_path / "mine.jsonl", [{"prompt": "I saw"}] * 3)
+
+
+@pytest.mark.parametrize("words, turns", [([], 5), (["--max-turns", "1"], 1)])
+def test_the_settings_of_a_policys_run_are_the_defaults(words, turns, tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "toy/guess/sft", "run")
     game = agent.Args(response_length=24, max_turns=5, dataset_test_split="train")
-    review = ppo.Args(dataset=data, response_length=8, dataset_test_split="train")
-    found = []
-    for model, trained, *words in (("guess/sft", game), ("guess/sft", game, "--max-turns", "1"), ("sft", review)):
-        shutil.rmtree("out")
-        shutil.copytree(ROOT / "toy" / model, "run/ema", dirs_exist_ok=True)
-        (tmp_path / "run/args.json").write_text(json.dumps(asdict(trained)))
-        found.append(answers("run/ema", "--temperature", "0", *words))
-    assert [len(lines) for lines in found] == [15, 15, 3] and {line["prompt"] for line in found[2]} == {"I saw"}
-    assert [max(line["turns"] for line in lines) for lines in found[:2]] == [5, 1]
-
-
-def test_a_pad_token_without_an_embedding(tmp_path):
-    """As a tokenizer has it to which somebody added one."""
-    for name in ("sft", "reward_model"):
-        shutil.copytree(ROOT / "toy" / name, name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        tokenizer.add_special_tokens({"pad_token": "<pad>"})
-        tokenizer.save_pretrained(name)
-    plain = run(reference="toy/sft", reward_fn=("toy/reward_model",))[1]
-    padded = run("sft", reference="sft", reward_fn=("reward_model",))[1]
-    assert [[*row.values()] for row in padded] == [[*row.values()] for row in plain]
+    (tmp_path / "run/args.json").write_text(json.dumps(asdict(game)))
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "run", *words, "--device", "cpu", "--output-dir", "out"])
+    evaluate.main()
+    lines = [json.loads(line) for line in Path("out/answers.jsonl").read_text("utf-8").splitlines()]
+    assert len(lines) == 15 and max(line["turns"] for line in lines) == turns
 
 
 WRONG = {
     "nosuch/model should be a folder, or a name on the hub": dict(model="nosuch/model"),
-    "nosuch/data should be a folder, or a name on the hub": dict(dataset="nosuch/data"),
-    "nosuch/reward should be a folder, or a name on the hub": dict(reward_fn=("nosuch/reward",)),
-    "nosuch.py:f should be file.py:name": dict(reward_fn=("nosuch.py:f",)),
-    r"\. should be a folder, or a name": dict(model="."),
     "no prompts of --split test": dict(split="test"),
     "toy/guess/sft has another tokenizer than toy/sft": dict(reference="toy/guess/sft"),
-    "but .*toy/sft reads 160": dict(response_length=160),
     r"row 1 of d.jsonl.* \(recipes/data.py converts other forms\)": dict(dataset="d.jsonl"),
     "--reward-fn: not with --env": dict(env="e.py:E", reward_fn=(GOLD,)),
-    "--max-turns: only with --env": dict(max_turns=2),
 }
 
 
@@ -197,12 +159,10 @@ def test_wrong_inputs_end_in_one_sentence(sentence, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_talk_in_the_terminal(tmp_path):
-    """chat.py answers each text, in a conversation if there is a chat template, and ends where the input does."""
-    command = [sys.executable, ROOT / "tools/chat.py", "--response-length", "16", "--temperature", "0"]
+def test_chat_answers_each_line_in_the_terminal(tmp_path):
+    """And ends where the input does."""
+    command = [sys.executable, ROOT / "tools/chat.py", "--response-length", "16", "--temperature", "0", "toy/sft"]
     (row,) = run(dataset=write_rows(tmp_path / "d.jsonl", [{"prompt": "A book by"}]), temperature=0)[1]
-    for model, said in ("toy/sft", row["response"].strip()), (save_family("qwen 3", tmp_path)[0], ""):
-        lines = "The film\n\nA book by\n" + "why " * 600 + "\n"
-        done = subprocess.run([*command, model], input=lines, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0 and done.stdout.count("> ") == 5 and "that is too long" in done.stdout
-        assert said in done.stdout
+    lines = "The film\n\nA book by\n" + "why " * 600 + "\n"
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "that is too long" in done.stdout and row["response"].strip() in done.stdout

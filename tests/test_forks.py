@@ -63,12 +63,6 @@ def test_a_fork_of_the_full_script_does_what_its_page_says(fork):
     assert 0 < abs(line["loss/policy_avg"] - plain["loss/policy_avg"]) < 0.1
 
 
-def test_a_diff_that_fits_nowhere_or_twice_is_refused():
-    for old in ("    no such line", "    return states"):
-        with pytest.raises(ValueError, match="not once"):
-            apply(f"@@ somewhere\n {old}\n+    pass\n", "    return states\n    return states\n")
-
-
 # --- docs/questions.md
 
 

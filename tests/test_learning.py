@@ -3,9 +3,9 @@
 import math
 
 import pytest
-from runs import GOLD, NAMES, run
+from runs import GOLD, NAMES, run, slow_but
 
-SEEDS = [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+SEEDS = slow_but([1], [1, 2])
 
 
 @pytest.mark.parametrize("seed", SEEDS)

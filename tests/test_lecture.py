@@ -13,8 +13,8 @@ from functools import partial
 import pytest
 import torch
 from float64 import float64, in_float64, load_in_float64
-from runs import short_form, write_rows
-from sources import ROOT, lines_of, text_of
+from runs import short_form, slow_but
+from sources import ROOT, lines_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -30,19 +30,9 @@ SETTINGS = {  # away from the defaults
     "sft": TEXTS | dict(lr_scheduler_type="linear", micro_batch_size=3, max_length=40),
     "reward_model": TEXTS | dict(lr_scheduler_type="linear", center_rewards_coefficient=0.1, max_length=30),
     "dpo": TEXTS | dict(lr_scheduler_type="cosine", beta=0.5),
-    "ddpo": dict(
-        num_epochs=3,
-        sample_num_steps=4,
-        sample_eta=0.8,
-        sample_batch_size=6,
-        sample_num_batches_per_epoch=2,
-        train_batch_size=3,
-        train_gradient_accumulation_steps=2,
-        train_num_inner_epochs=2,
-        train_clip_range=0.01,
-        train_adv_clip_max=1.2,
-        train_learning_rate=3e-4,
-    ),
+    "ddpo": dict(num_epochs=3, sample_num_steps=4, sample_eta=0.8, sample_batch_size=6, sample_num_batches_per_epoch=2)
+    | dict(train_batch_size=3, train_gradient_accumulation_steps=2, train_num_inner_epochs=2, train_clip_range=0.01)
+    | dict(train_adv_clip_max=1.2, train_learning_rate=3e-4),
 }
 WORLDS = {"ddpo": ("shapes", "stable")}  # those of the others are toy and llama
 OF_A_SEED = {  # instead, and besides
@@ -60,16 +50,8 @@ FULL = {  # what a short form does not have
     "dpo": dict(micro_batch_size=3, max_prompt_length=40, dataset_test_split="none", num_sample_generations=0),
     "ddpo": {},
 }
-STABLE = {  # Stable Diffusion 1.5's schedule
-    "_class_name": "PNDMScheduler",
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-    "clip_sample": False,
-    "set_alpha_to_one": False,
-    "skip_prk_steps": True,
-    "steps_offset": 1,
-}
+STABLE = dict(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1, skip_prk_steps=True)
+STABLE |= dict(_class_name="PNDMScheduler", clip_sample=False, set_alpha_to_one=False)  # Stable Diffusion 1.5's
 INK = """
 def ink(images, prompts, metadata):  # of one column, for each prompt another
     columns = [len(prompt) % 8 for prompt in prompts]
@@ -208,13 +190,12 @@ def rms_norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
     return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
-CASES = [(script, WORLDS.get(script, ("toy",))[0], 1) for script in SETTINGS]
-CASES += [(script, "llama", 1) for script in ON_TEXTS] + [("grpo", "llama", 2), ("grpo", "llama", 3)]
-SLOW = [(s, world, seed) for s in SETTINGS for world in WORLDS.get(s, ("toy", "llama")) for seed in (1, 2, 3)]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES]
+QUICK = [(script, WORLDS.get(script, ("toy",))[0], 1) for script in SETTINGS] + [("grpo", "llama", 3)]
+CASES = [(s, world, seed) for s in SETTINGS for world in WORLDS.get(s, ("toy", "llama")) for seed in (1, 2)]
+CASES += [("grpo", "llama", 3)]
 
 
-@pytest.mark.parametrize(("script", "world", "seed"), [*CASES, *SLOW])
+@pytest.mark.parametrize(("script", "world", "seed"), slow_but(QUICK, CASES))
 def test_the_short_form_is_the_script(script, world, seed, worlds, tmp_path, monkeypatch):
     """Responses token for token; to 1e-8 every metric that both log, and all weights."""
     settings = SETTINGS[script] | OF_A_SEED.get((script, seed), {}) | worlds(script, world) | {"seed": seed}
@@ -232,29 +213,3 @@ def test_the_short_form_is_the_script(script, world, seed, worlds, tmp_path, mon
     print(f"{script} {world} {seed}: largest difference {errors[worst]:.1e}, {worst}")
     assert errors[worst] < 1e-8, (worst, errors[worst])
     assert len(full[1]) == 3
-
-
-OF_TOY = {"ddpo": "shapes/data/train", "agent": "guess/data/prompts/train", "grpo": "shells/data/prompts/train"}
-OF_TOY |= {"ppo": "data/prompts/train", "rloo": "data/prompts/train", "sft": "data/sft/train"}
-ONE_STEP = dict(batch_size=8, total_episodes=8, response_length=8)
-OF_SCRIPT = {
-    "ddpo": dict(num_epochs=1, sample_num_steps=2, sample_batch_size=8, sample_num_batches_per_epoch=1),
-    "agent": ONE_STEP | dict(response_length=24, num_generations=4),
-}
-OF_SCRIPT["ddpo"] |= dict(train_batch_size=8, train_gradient_accumulation_steps=1)
-
-
-@pytest.mark.parametrize("script", [*SETTINGS, "agent"])
-def test_a_file_of_rows_and_a_second_run(script, tmp_path, monkeypatch):
-    """`--dataset rows.jsonl` is read; a run without --output-dir leaves its model in a folder of its own."""
-    rows = lines_of(f"toy/{OF_TOY.get(script, 'data/preferences/train')}.jsonl")[:8]
-    file = write_rows(tmp_path / "rows.jsonl", list(map(json.loads, rows)))
-    settings = OF_SCRIPT.get(script, dict(batch_size=8) if script in ON_TEXTS else ONE_STEP)
-    monkeypatch.chdir(tmp_path)
-    now = iter(["10:00:00", "10:00:01"])
-    monkeypatch.setattr("time.strftime", lambda _: next(now))
-    for _ in range(2):
-        with short_form(script, dataset=file, **settings) as names:
-            exec(compile(text_of(f"lecture/{script}.py"), script, "exec"), names)
-    folders = {weights.relative_to(tmp_path / "runs").parts[0] for weights in tmp_path.glob("runs/**/*.safetensors")}
-    assert len(folders) == 2 and len(names["history"]) == 1

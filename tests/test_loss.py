@@ -30,32 +30,6 @@ def test_losses_and_gradients_ignore_padding():
     close(spoiled, expected * MASK)
 
 
-def test_losses_and_gradients_against_trl016():
-    """From logits at a temperature to loss and gradient against TRL 0.16.1."""
-    i, o = golden("trl0161_ppo_loss_metrics")
-    mask = ~i["padding_mask"]
-    longer = ~i["padding_mask_p1"]  # TRL 0.16 trains the value one position beyond the last real token, too
-    start = i["context_length"] - 1
-    all_logits = leaf(i["logits_full"])
-    all_values = leaf(i["vpred_full"])
-    logits = all_logits[:, start:-1] / (i["temperature"] + 1e-7)  # TRL 0.16 adds 1e-7, which ours does not
-    logprobs = ppo.token_logprobs(logits, i["responses"])
-    pg_loss, ratio, pg_clipped = ppo.policy_loss(logprobs, i["old_logprobs"], i["advantages"], mask, i["cliprange"])
-    values = all_values[:, start:-1]
-    vf_loss, vf_clipped = ppo.value_loss(values, i["values"], i["returns"], longer, i["cliprange_value"])
-    policy = ppo.masked_mean(pg_loss, mask)
-    value = ppo.masked_mean(vf_loss, longer)
-    (policy + i["vf_coef"] * value).backward()
-    close(logprobs.detach(), o["new_logprobs"], mask)
-    close(ratio.detach(), o["ratio"])  # on the padding as well: 1
-    close(policy.detach(), o["pg_loss"])
-    close(value.detach(), o["vf_loss"])
-    close(all_logits.grad, o["grad_logits"])
-    close(all_values.grad, o["grad_vpred"])
-    close(ppo.masked_mean(pg_clipped.double(), mask), o["pg_clipfrac"])
-    close(ppo.masked_mean(vf_clipped.double(), longer), o["vf_clipfrac"])
-
-
 # --- dpo_loss
 
 SIDES = ("policy_chosen_logps", "policy_rejected_logps", "reference_chosen_logps", "reference_rejected_logps")

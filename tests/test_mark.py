@@ -11,7 +11,7 @@ import mark  # noqa: E402
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """A student's folder with all answers, to the numbers of handout.md, and with runs that end as ours do."""
     answers = "".join(f"{name} = {right:.4g}\n" for name, (right, _) in mark.right_answers(mark.draw("")).items())
     (tmp_path / "answers.toml").write_text(answers)
@@ -29,9 +29,6 @@ def test_the_handout_has_the_thresholds_and_numbers():
     page = mark.HANDOUT.read_text("utf-8")
     assert mark.with_table(page, "thresholds", mark.table()) == page
     assert mark.with_table(page, "numbers", mark.number_table(mark.draw(""))) == page
-    assert set(json.loads(mark.OURS.read_text())) == set(mark.RUNS)
-    for name in [*mark.right_answers(mark.draw("")), *mark.RUNS]:
-        assert name in page
 
 
 def points(marks):
@@ -39,10 +36,8 @@ def points(marks):
     return tuple(sum(x[i] for x in marks.values()) for i in (0, 1))
 
 
-def test_all_is_right(folder):
+def test_right_answers_and_runs_get_all_points(folder):
     assert points(mark.answers(folder)) == (16, 16) and points(mark.runs(folder)) == (21, 21)
-    total = points(mark.answers(folder))[1] + points(mark.runs(folder))[1]
-    assert total + sum(mark.FUNCTIONS.values()) + sum(mark.CAPSTONE.values()) == 88
 
 
 def test_a_wrong_number_is_named(folder):
@@ -51,32 +46,6 @@ def test_a_wrong_number_is_named(folder):
             (folder / "answers.toml").write_text(f"{name} = {x:.4g}\n")
             marks = mark.answers(folder)
             assert marks[name][0] == 0 and sentence in marks[name][2] and points(marks) == (0, 16)
-    (folder / "answers.toml").write_text('best_baseline = "0.75"\n')
-    assert "is not a number" in mark.answers(folder)["best_baseline"][2]
-
-
-def test_a_run_that_is_not_what_was_asked_for(folder):
-    run = folder / "runs/group-2"
-    args = json.loads((run / "args.json").read_text())
-    (run / "args.json").write_text(json.dumps(args | {"scale_rewards": "none"}))
-    assert mark.runs(folder)["group"][0] == 0 and "scale_rewards none" in mark.runs(folder)["group"][2]
-    (run / "args.json").write_text(json.dumps(args | {"seed": 1}))
-    assert "2 seeds" in mark.runs(folder)["group"][2]
-    (run / "args.json").write_text(json.dumps(args))
-    (run / "metrics.jsonl").write_text(json.dumps({"eval/pass@1": 0.1}) + "\n")
-    assert "ends at eval/pass@1 0.10" in mark.runs(folder)["group"][2] and mark.runs(folder)["mean"][0] == 3
-
-
-def test_the_report_names_the_student(folder, monkeypatch, capsys):
-    """And warns of two folders with the same name."""
-    monkeypatch.setattr(mark, "functions", lambda *_: {"gae": (5, 5, "")})
-    assert "names no student" in mark.report(folder, True)
-    text = (folder / "answers.toml").read_text()
-    (folder / "answers.toml").write_text('student = "Ada"\n' + text)
-    assert "(the numbers of Ada)" in mark.report(folder, True)
-    monkeypatch.setattr(sys, "argv", ["mark.py", str(folder), str(folder)])
-    mark.main()
-    assert "2 folders have the numbers of 'ada'" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """reward_model.py: its head, lost EOS, evaluation by hand, and what other programs read of it."""
 
-import json
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -57,26 +56,15 @@ def test_a_text_without_end_loses_nothing():
 
 @pytest.fixture(scope="module")
 def preferences(tmp_path_factory):
-    """Pairs with margins; the two texts of one are the same within max_length."""
     rows = toy_rows("preferences", "train", 28)
     tests = toy_rows("preferences", "validation", 12)
-    for i, row in enumerate(rows):
-        row["margin"] = (i % 4) / 2
-    for row in tests:
-        row["margin"] = 0.75
-    rows[1]["prompt"] *= 9
     folder = write_data(tmp_path_factory.mktemp("pairs") / "data", train=rows, validation=tests)
     return SimpleNamespace(rows=encoded(rows), tests=encoded(tests), folder=folder)
 
 
 def encoded(rows, length=36):
-    """Chosen and rejected texts cut to a length, with their margins; none that are then equal."""
-    found = []
-    for row in rows:
-        chosen, rejected = (sum(ids_of(row["prompt"], row[side]), [])[:length] for side in ("chosen", "rejected"))
-        if chosen != rejected:
-            found.append((chosen, rejected, row["margin"]))
-    return found
+    """Chosen and rejected texts cut to a length."""
+    return [[sum(ids_of(row["prompt"], row[side]), [])[:length] for side in ("chosen", "rejected")] for row in rows]
 
 
 def reward(model, ids):
@@ -85,9 +73,7 @@ def reward(model, ids):
 
 
 def rewards(model, pairs):
-    chosen = [reward(model, pair[0]) for pair in pairs]
-    rejected = [reward(model, pair[1]) for pair in pairs]
-    return torch.stack(chosen), torch.stack(rejected)
+    return [torch.stack([reward(model, pair[side]) for pair in pairs]) for side in (0, 1)]
 
 
 def calibration_error(differences):
@@ -102,24 +88,16 @@ def calibration_error(differences):
     return error / len(differences)
 
 
-def evaluation(tests):
+@torch.no_grad()
+def evaluation(model, tests):
     """What reward_model.py should log of the test split."""
-
-    @torch.no_grad()
-    def evaluate(model):
-        chosen, rejected = rewards(model, tests)
-        both = torch.cat([chosen, rejected])
-        gap = chosen - rejected
-        return {
-            "eval/loss": (1 + (-gap).exp()).log().mean().item(),
-            "eval/accuracy": (chosen > rejected).float().mean().item(),
-            "eval/margin": gap.mean().item(),
-            "eval/calibration_error": calibration_error(gap.tolist()),
-            "eval/mean_reward": both.mean().item(),
-            "eval/std_reward": both.std().item(),
-        }
-
-    return evaluate
+    chosen, rejected = rewards(model, tests)
+    both = torch.cat([chosen, rejected])
+    gap = chosen - rejected
+    figures = dict(loss=(1 + (-gap).exp()).log().mean(), accuracy=(chosen > rejected).float().mean(), margin=gap.mean())
+    figures |= dict(calibration_error=torch.tensor(calibration_error(gap.tolist())))
+    figures |= dict(mean_reward=both.mean(), std_reward=both.std())
+    return {f"eval/{name}": x.item() for name, x in figures.items()}
 
 
 def classifier(folder):
@@ -134,7 +112,7 @@ def test_evaluation_and_centred_rewards_by_hand(preferences, tmp_path, monkeypat
     lines = run(reward_model, tmp_path / "run", **settings | dict(dataset=preferences.folder, num_sample_generations=1))
     assert 20 < sum(sum(map(sum, some)) for some in drawn) < 76
     after = classifier(tmp_path / "run")
-    agree(evaluated(lines[-1]), evaluation(preferences.tests)(after))
+    agree(evaluated(lines[-1]), evaluation(after, preferences.tests))
     assert torch.cat(rewards(after, preferences.rows)).mean().item() == pytest.approx(0, abs=1e-4)
     assert after.config.reward_bias == 0  # a weight has taken the shift
     (table,) = (tmp_path / "run/samples").iterdir()
@@ -154,21 +132,10 @@ def test_rewards_are_centred_without_a_bias_to_move(kind, more, preferences, tmp
     lines = run(reward_model, tmp_path / "run", **given)
     folder = tmp_path / ("run/merged" if "lora_r" in more else "run")
     after = classifier(folder)
-    agree(evaluated(lines[-1]), evaluation(preferences.tests)(after))
+    agree(evaluated(lines[-1]), evaluation(after, preferences.tests))
     assert torch.cat(rewards(after, preferences.rows)).mean().item() == pytest.approx(0, abs=1e-4)
     assert abs(after.config.reward_bias) > 0.01
     assert after.config.architectures == [type(after).__name__]  # or further training would draw a new head
-
-
-def test_a_reward_model_is_trained_further(preferences, tmp_path):
-    """It keeps its head; what its config adds to a reward goes into the weights that can hold it."""
-    settings = SETTINGS | dict(dataset=preferences.folder)
-    first = run(reward_model, tmp_path / "first", model=write_model(tmp_path / "model", "plain"), **settings)
-    config = json.loads((tmp_path / "first/config.json").read_text())
-    (tmp_path / "first/config.json").write_text(json.dumps(config | {"reward_bias": 3.0}))
-    again = run(reward_model, tmp_path / "again", model=str(tmp_path / "first"), **settings)
-    assert again[0]["loss"] < first[0]["loss"]
-    agree(evaluated(again[-1]), evaluation(preferences.tests)(classifier(tmp_path / "again")))
 
 
 # --- in other programs

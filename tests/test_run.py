@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import yaml
-from runs import NAMES, PPO_FIRST, assert_same_run, checkpoints, cut, in_background, lines_of, main, run, script
+from runs import NAMES, assert_same_run, checkpoints, cut, in_background, lines_of, main, run, script, slow_but
 from runs import untimed, watch, weights_of, words_of
 
 EVERYTHING = {  # what fills a checkpoint
@@ -26,6 +26,9 @@ EVERYTHING = {  # what fills a checkpoint
     "reward_model": dict(eos_dropout=0.5, eval_steps=2),
     "ddpo": dict(num_epochs=3, per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=3),
 }
+
+
+LOOPS = slow_but(["ppo"], ["ppo", "sft", "ddpo"])
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,7 @@ def test_resumed_equals_uninterrupted(name, step, whole, tmp_path):
     assert checkpoints(copy) == checkpoints(whole(name))
 
 
-@pytest.mark.parametrize("name", PPO_FIRST)
+@pytest.mark.parametrize("name", LOOPS)
 def test_killed_at_any_moment(name, whole, settings_of, tmp_path):
     """SIGKILL three times, also while a checkpoint is written. The last one is let go on, and draws its curves."""
     folder = tmp_path / "run"
@@ -109,7 +112,7 @@ def test_killed_at_any_moment(name, whole, settings_of, tmp_path):
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG") or name == "ddpo"
 
 
-@pytest.mark.parametrize("name", PPO_FIRST)
+@pytest.mark.parametrize("name", LOOPS)
 def test_a_full_disk_loses_nothing(name, whole, settings_of, tmp_path, monkeypatch):
     """The run ends with the error while it writes its second checkpoint, and goes on from the first."""
     folder = tmp_path / "run"
@@ -129,17 +132,16 @@ def test_a_full_disk_loses_nothing(name, whole, settings_of, tmp_path, monkeypat
     assert_same_run(folder, whole(name))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "ppo"])
-def test_another_script_resumes_no_run(name, whole, tmp_path):
+def test_another_script_resumes_no_run(whole, tmp_path):
     """It says so, before it writes anything."""
     copy = kill(whole("ppo"), tmp_path / "cut", 1)
     before = {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()}
     with pytest.raises(SystemExit, match="^error: .*ppo.py"):
-        main(name, "--resume", copy)
+        main("rloo", "--resume", copy)
     assert before == {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("name", PPO_FIRST)
+@pytest.mark.parametrize("name", LOOPS)
 def test_a_finished_run_becomes_a_longer_one(name, whole, tmp_path):
     """Flags win over the settings of the run; what is not said stays as it was."""
     copy = tmp_path / "more"
@@ -156,12 +158,11 @@ def test_a_finished_run_becomes_a_longer_one(name, whole, tmp_path):
 # --- Signals and checkpoints
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda x: x.name)
-@pytest.mark.parametrize("name", PPO_FIRST)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda x: x.name)
+@pytest.mark.parametrize("name", LOOPS)
 def test_a_signal_ends_the_run_after_its_step(name, number, whole, settings_of, tmp_path, monkeypatch, capsys):
     """With a checkpoint, a model, and the flag that goes on to the same bits."""
-    for heeded in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(heeded, signal.SIG_DFL)  # whatever started the tests
+    signal.signal(number, signal.SIG_DFL)  # whatever started the tests
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         send = lambda _, run, *rest: run.step == 1 and os.kill(os.getpid(), number)  # noqa: E731
@@ -174,23 +175,13 @@ def test_a_signal_ends_the_run_after_its_step(name, number, whole, settings_of, 
         assert_same_run(folder, whole(name))
 
 
-def test_a_signal_that_is_ignored_is_ignored(settings_of, tmp_path, monkeypatch):
-    """As Ctrl-C is in the background jobs of a shell script."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    watch(monkeypatch, script(NAMES[0]).Run, "log", lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    assert len(run(NAMES[0], tmp_path / "run", **settings_of(NAMES[0]))) == 3
-
-
-@pytest.mark.parametrize("name", PPO_FIRST)
-def test_which_checkpoints_are_made_and_kept(name, settings_of, tmp_path, monkeypatch):
-    """One every save_steps steps, and after ten minutes. The newest stays until the run ends, none or as many as asked
-    for afterwards."""
-    seen = {}
+def test_which_checkpoints_are_made_and_kept(settings_of, tmp_path, monkeypatch):
+    """One every save_steps steps, and after ten minutes. The newest stays until the run ends; then as many as asked."""
+    name, seen = "ppo", {}
     now = time.time()
     for case, settings, minutes in (
         ("none stays", dict(save_steps=1), 0),
-        ("two stay", dict(save_steps=1, save_total_limit=2), 0),
-        ("every other one", dict(save_steps=2, save_total_limit=9), 0),
+        ("every other one", dict(save_steps=2, save_total_limit=1), 0),
         ("slow steps", dict(save_steps=99, save_total_limit=9), 6),
     ):
         folder = tmp_path / case.replace(" ", "-")
@@ -201,8 +192,7 @@ def test_which_checkpoints_are_made_and_kept(name, settings_of, tmp_path, monkey
             run(name, folder, **settings_of(name) | dict(save_total_limit=None) | settings)
         seen[case].append(checkpoints(folder))
     assert seen["none stays"][:3] == [[], [1], [2]] and seen["none stays"][-1] == []
-    assert seen["two stay"][-1] == [len(seen["two stay"]) - 2, len(seen["two stay"]) - 1]
-    assert seen["every other one"][:4] == [[], [], [2], [2]][: len(seen["every other one"])]
+    assert seen["every other one"] == [[], [], [2], [3]]
     assert seen["slow steps"][:3] == [[], [], [2]]
 
 
@@ -212,14 +202,12 @@ def test_a_complete_run_without_checkpoints_is_not_begun_again(tiny, tmp_path):
     with pytest.raises(SystemExit, match="^error: .*complete.*save-total-limit"):
         main(NAMES[0], "--resume", tmp_path / "run")
     assert before == {file: file.read_bytes() for file in before}
-    with pytest.raises(SystemExit, match="exists"):
-        main(NAMES[0], *words_of(**tiny[NAMES[0]]), "--output-dir", tmp_path / "run")
 
 
 # --- Numbers
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(["ppo", "dpo"], NAMES))
 def test_a_gradient_that_is_not_finite_makes_no_step(name, tmp_path, settings_of, monkeypatch):
     """The run goes on; JSON, which has no NaN, holds a null."""
     clip = torch.nn.utils.clip_grad_norm_
@@ -257,16 +245,14 @@ def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch, tiny):
     assert first == second and len(logged) == 4
 
 
-def test_tables_and_a_card(tmp_path, tiny, capsys):
-    """As many tables as asked for, the last one at the end, and one of the first batch; a card that says what made the
-    model."""
-    for number, steps in {0: [], 1: [1, 3], 3: [1, 2, 3]}.items():
+def test_tables_and_a_card(tmp_path, tiny):
+    """As many tables as asked for, the last at the end, and one of the first batch; a card says what made the model."""
+    for number, steps in {0: [], 1: [1, 3]}.items():
         folder = tmp_path / str(number)
         *_, last = run("ppo", folder, **tiny["ppo"] | dict(num_sample_generations=number, kl_coef=0.125))
         files = folder.glob("samples/step-*.safetensors")
         assert sorted(int(file.stem.removeprefix("step-")) for file in files) == steps
-        assert capsys.readouterr().out.count("of 3 ") == len(steps)
     card = (folder / "README.md").read_text()
     assert yaml.safe_load(card.split("---")[1])["tags"] == ["ppo"]
-    assert "toy/sft" in card and tiny["ppo"]["dataset"] in card and "vf_coef" not in card
+    assert "toy/sft" in card and tiny["ppo"]["dataset"] in card
     assert "kl_coef=0.125" in card and f"objective/scores {last['objective/scores']:.4g}" in card

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import make_tokenizer
 from numbers_of_others import golden
-from runs import run, untimed, watch, write_rows
+from runs import run, write_rows
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -100,15 +100,3 @@ def test_evaluation_by_hand(tmp_path, tiny):
     loss, accuracy, eos_loss = (torch.stack(x).float().mean().item() for x in (losses, hits, ends))
     expected = {"loss": loss, "perplexity": math.exp(loss), "mean_token_accuracy": accuracy, "eos_loss": eos_loss}
     assert {f"eval/{name}": pytest.approx(x, rel=1e-4) for name, x in expected.items()}.items() <= line.items()
-
-
-def test_tables_change_no_number(tmp_path, tiny, monkeypatch):
-    """They show where the labels of three test texts begin, and what the policy writes instead."""
-    tables = []
-    watch(monkeypatch, sft.Run, "show", lambda _, run, columns, tensors: tables.append([*columns.values()]))
-    without = run(sft, tmp_path / "without", **tiny["sft"])
-    assert untimed(without) == untimed(run(sft, tmp_path / "with", **tiny["sft"] | dict(num_sample_generations=2)))
-    rows = [json.loads(line) for line in open(f"{tiny['sft']['dataset']}/validation.jsonl")][:3]
-    prompts, samples, answers = tables[-1]
-    assert len(tables) == 2 and prompts == [row["prompt"] for row in rows] and len(samples) == 3
-    assert answers == [row["completion"] + TOKENIZER.eos_token for row in rows]

@@ -13,15 +13,6 @@ shapes = load("toy/shapes/make.py", "make_shapes")
 TOY = Path(__file__).resolve().parent.parent / "toy"
 
 
-def test_the_same_rows_each_time(tmp_path):
-    """make.py writes the first twentieth of what is in the repository, on this machine too."""
-    make.write_data(tmp_path, {name: (train // 20, 0) for name, (train, _) in make.SIZES.items()})
-    for name, (size, _) in make.SIZES.items():
-        written = (tmp_path / name / "train.jsonl").read_bytes()
-        assert written.count(b"\n") == size // 20
-        assert (TOY / "data" / name / "train.jsonl").read_bytes().startswith(written), name
-
-
 @pytest.mark.slow
 def test_the_same_bytes_each_time(tmp_path):
     make.write_data(tmp_path / "data")
@@ -31,27 +22,24 @@ def test_the_same_bytes_each_time(tmp_path):
     assert not [str(p) for p in written if (tmp_path / p).read_bytes() != (TOY / p).read_bytes()]
 
 
-@pytest.mark.parametrize(
-    "better, worse",
-    [
-        ("The film is not bad.", "The film is bad."),
-        ("The film is never dull.", "The film is never clever."),
-        ("It is dull, but the music is lovely.", "The music is lovely, but it is dull."),
-        ("Despite its dull start, it is lovely.", "It is dull. It is lovely."),
-        ("It is lovely.", "It is lovely. It is lovely. It is lovely. It is lovely. It is lovely."),
-        ("The story is lovely.", "lovely wonderful superb brilliant lovely wonderful superb brilliant"),
-    ],
-)
-def test_gold_score_reads_english(better, worse):
-    assert gold_score.gold_text_score(better) > gold_score.gold_text_score(worse) + 0.05
+BETTER = {
+    "The film is not bad.": "The film is bad.",
+    "It is dull, but the music is lovely.": "The music is lovely, but it is dull.",
+    "It is lovely.": "It is lovely. It is lovely. It is lovely. It is lovely. It is lovely.",
+    "The story is lovely.": "lovely wonderful superb brilliant lovely wonderful superb brilliant",
+}
 
 
-@pytest.mark.parametrize(
-    "world, made", [("shells", ["data", "base"]), ("guess", ["prompts", "base"]), ("shapes", ["data"])], ids=str
-)
+def test_gold_score_reads_english():
+    for better, worse in BETTER.items():
+        assert gold_score.gold_text_score(better) > gold_score.gold_text_score(worse) + 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world, made", [("shells", "data base"), ("guess", "prompts base"), ("shapes", "data")])
 def test_the_other_worlds_are_made_again_byte_for_byte(world, made, tmp_path):
     program = runpy.run_path(str(TOY / world / "make.py"))
-    for part in made:
+    for part in made.split():
         program[f"write_{part}"](tmp_path / ("base" if part == "base" else "data"))
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files

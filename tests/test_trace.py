@@ -46,7 +46,7 @@ def record(folder, old="", new="", name="file.py"):
 
 
 @pytest.mark.parametrize("change", [("", ""), SHORT], ids=["a script", "a short file"])
-def test_each_line_and_what_it_made(change, tmp_path):
+def test_a_record_has_each_line_and_what_it_made(change, tmp_path):
     """One pass of the loop; a number that is changed later stays in the record as it was. Micro-batches have the rows,
     tokens and mask that they have in the batch."""
     seen = record(tmp_path, *change)
@@ -59,20 +59,16 @@ def test_each_line_and_what_it_made(change, tmp_path):
     assert made("batch.total") == made("return x") == [[[[321, 32, 3], [654, 65, 6]]]]
     assert made("part") == [[[[163.5, 16.25, 1.5]]], [[[80.25, 8, 0.75]]]]
     assert [step.made for step in seen.steps if "step" in step.made] == [{"step": "0"}]
-    [caller] = {step.parent for step in seen.steps if step.place == "add"}
-    assert list(seen.steps[caller].made) == ["batch.total"] and list(seen.steps[caller].read) == ["batch.responses"]
     parts = [seen.values[step.made["part"]] for step in seen.steps if "part" in step.made]
     assert [(part.rows, part.tokens.tolist()) for part in parts] == [([1], [[4, 5, 6]]), ([0], [[1, 2, 3]])]
     assert parts[0].mask.tolist() == [[True, True, False]]
 
 
-def test_the_first_difference(tmp_path):
-    forks = [  # a line is rewritten, or one more, or gone
+def test_the_first_difference_of_two_files_is_found(tmp_path):
+    for old, new, found in (  # a line is rewritten, or one more
         ("+= 10", "+= 11", "x[:, t] += 11 * x[:, t + 1]\n  x[0, 1] is 35, and was 32"),
         ("x.clone()\n", "x.clone()\n    x[0, 0] = 5\n", "x[0, 0] = 5\n  x[0, 0] is 5, and was 1"),
-        ("    x[:, t] += 10 * x[:, t + 1]", "    pass", "return x\n  returned[0, 0] is 1, and was 321"),
-    ]
-    for old, new, found in forks:
+    ):
         fork = record(tmp_path, old, new, "fork.py")
         assert trace["compare"](fork, record(tmp_path), {"values": [], "layouts": []}).endswith(found)
 
@@ -86,14 +82,6 @@ def test_the_page_loads_nothing_and_shows_text_as_text(tmp_path):
     assert elements.tags.count("script") == page.count("</script>") == 1 and "img" not in elements.tags
     assert not {"src", "onerror"} & elements.attributes and "default-src 'none'" in page
     assert not re.search(r"https?:|@import|url\(|fetch\(|import\(|innerHTML|insertAdjacent", page)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", trace["PAGES"])
-def test_each_script_has_a_page(name):
-    seen = recorder.Recorder(ROOT / f"{name}.py").run()
-    assert {"loop", "update"} <= {step.place for step in seen.steps}
-    assert len(trace["make_page"](trace["read_record"](seen, name, ""))) < 2_000_000
 
 
 @pytest.mark.parametrize("name", trace["PAGES"])

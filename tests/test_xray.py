@@ -58,12 +58,11 @@ def test_the_page_of_a_run(tmp_path):
     first, second, third = data["samples"]
     assert first["tokens"] == HOSTILE and second["tokens"] == HOSTILE[:1] and third["tokens"] == HOSTILE[:3]
     assert first["prompt"] == "<img src=x>" and (first["update"], third["update"]) == (1, 7)
-    assert {x["name"]: x["signed"] for x in data["quantities"]} == dict(advantages=True, old_logprobs=False, alike=True)
     assert first["columns"]["advantages"] == [-3, 2, None, None, 0.5, 0.1235] and first["columns"]["alike"] == [0.5] * 6
     assert second["columns"] == {"advantages": [1], "old_logprobs": [-1], "alike": [-0.5]}
     assert first["scores"] == {"scores": 1} and second["scores"] == {"scores": None}
     assert third["told"] == [1] and third["columns"] == {"advantages": [1, None, 1]} and not first["told"]
-    assert [chart["title"] for chart in data["curves"]] == ["score"] and data["last"] == 8
+    assert data["last"] == 8
 
 
 def test_a_run_that_goes_on_without_rewards(tmp_path):
