@@ -108,7 +108,7 @@ def draw(results: dict, bug: dict, file: Path) -> None:
     for i, metric in enumerate([bug["score"], bug["metric"]]):
         axis = figure.add_subplot(1, 2, i + 1, title=metric)
         if not is_shown(results, bug, metric):
-            axis.set_title(f"{metric} (no difference shown, {len(seeds_of(bug))} seeds)", fontsize=10)
+            axis.set_title(f"{metric}\n(no difference shown, {len(seeds_of(bug))} seeds)", fontsize=10)
         for x, (fork, colour) in enumerate(((name_of_healthy(bug), "0.6"), (bug["name"], "C3"))):
             for history in runs_of(results, bug, fork):
                 values = history[metric]
@@ -128,18 +128,19 @@ def draw(results: dict, bug: dict, file: Path) -> None:
 
 
 def both(results: dict, bug: dict, metric: str) -> str:
-    """A metric at the end of the runs, without and with a bug: means and standard deviations over the seeds."""
+    """A metric at the end of the runs, without and with a bug: means and standard deviations over the seeds; and whether
+    the difference is shown."""
     parts = []
     for fork in (name_of_healthy(bug), bug["name"]):
         values = [end(history, metric) for history in runs_of(results, bug, fork)]
         parts.append(f"{fmean(values):.3g} ± {stdev(values):.1g}")
-    return " → ".join(parts)
+    return " → ".join(parts) + ("" if is_shown(results, bug, metric) else ", not shown")
 
 
 def gallery(results: dict) -> str:
     """The generated part of docs/bugs.md: a table, and a section for each bug."""
     lines = [
-        "| | file | bug | score at the end: without bug → with it | what gives it away |",
+        "| | file | bug | score at the end: without bug → with it | another metric |",
         "|---:|---|---|---|---|",
     ]
     sections = []
