@@ -217,13 +217,11 @@ def asked(question: str, name: str) -> list[dict]:
 
 def teacher() -> str:
     """Of each way to learn: how soon, and how well in the end."""
-    lines = [["", "episodes to .9 right", "CPU seconds to .9 right", "right in the end"]]
+    lines = [["", "episodes to .9 right", "right in the end"]]
     for name, runs in by_name("questions").items():
         if name.startswith("teacher: "):
-            curves = [run["curves"] for run in runs if len(runs) > 1]  # the others do not learn
-            seconds = [until(x["seconds"], x["right"], 0.9) for x in curves]
-            times = [cell(runs, "until right 0.9 0"), reached(seconds, 1)] if curves else ["", ""]
-            lines.append([name.removeprefix("teacher: "), *times, cell(runs, "end right 3")])
+            soon = cell(runs, "until right 0.9 0") if len(runs) > 1 else ""  # the others do not learn
+            lines.append([name.removeprefix("teacher: "), soon, cell(runs, "end right 3")])
     return markdown(lines)
 
 
@@ -287,40 +285,23 @@ def takeoff_shares() -> str:
     return markdown(lines)
 
 
-def takeoff_rankings() -> str:
-    """Each arm beside GRPO."""
-    heads = ["two groups rank in opposite ways", "a group's 95 % interval leaves out 0", "the wrong way round"]
-    lines = [["beside GRPO", *heads]]
-    ends = {arm: [takeoff.outcome(run) for run in runs] for arm, runs in takeoff.arms().items()}
-    for arm in list(ends)[1:]:
-        lines.append([arm, *(f"{100 * share:.0f} %" for share in takeoff.rankings(ends["GRPO"], ends[arm]))])
-    return markdown(lines)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # docs/overoptimization.md
 
 
 def best_of_n() -> str:
-    """What reward models know, and what the best of n earns."""
+    """What reward models know, what the best of n earns, and the peak and the end of PPO."""
     most = laws.BEST_OF[-1]
-    lines = [["parameters", "pairs", "unseen pairs right", f"gold score, best of {most}"]]
-    for (size, pairs), runs in laws.groups().items():
-        gold = number([run["best_of_n"]["gold"][-1] for run in runs], 2)
-        lines.append([size, f"{pairs:,}", number([run["accuracy"] for run in runs], 2), gold])
-    return markdown(lines, "llrr")
-
-
-def ppo() -> str:
-    """The peak of PPO, and its end."""
-    lines = [["parameters", "pairs", "highest gold score", "at d", "gold score at the end"]]
+    heads = ["parameters", "pairs", "unseen pairs right", f"best of {most}", "PPO: highest", "at d", "at the end"]
+    lines = [heads]
     for (size, pairs), runs in laws.groups().items():
         gold = [laws.smooth(run["ppo"]["gold"]) for run in runs]
         d = [laws.smooth(run["ppo"]["kl"]).clip(0) ** 0.5 for run in runs]
-        line = [size, f"{pairs:,}", number([g.max() for g in gold], 2)]
+        line = [size, f"{pairs:,}", number([run["accuracy"] for run in runs], 2)]
+        line += [number([run["best_of_n"]["gold"][-1] for run in runs], 2), number([g.max() for g in gold], 2)]
         line += [number([x[g.argmax()] for x, g in zip(d, gold)], 1), number([g[-1] for g in gold], 2)]
         lines.append(line)
-    return markdown(lines, "llrrr")
+    return markdown(lines, "llrrrrr")
 
 
 def checks() -> str:
@@ -464,7 +445,7 @@ def real_game() -> str:
 
 
 TABLES = (beside, beside_trl, prompts, teacher, sampler, liar, groups)  # each has the name of its place on a page
-TABLES += (takeoff_rankings, ppo, checks)
+TABLES += (checks,)
 TABLES += (real_unseen, real_answers, real_sayings, real_policies, real_tasks, real_game)
 OTHERS = {"throughput": throughput_table, "takeoff": takeoff_shares, "best of n": best_of_n}
 
