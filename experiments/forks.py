@@ -1,4 +1,4 @@
-"""Runs programs with a change: the diffs of docs/fork.md, docs/diffs/questions.md and docs/agent.md (see tools/make_fork.py).
+"""Runs programs with a change: the diffs of docs/fork.md, docs/diffs/questions.md and docs/agent.md.
 
 For those of docs/fork.md, `measure` gives means over the last five updates on the toy world.
 """

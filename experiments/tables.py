@@ -138,27 +138,31 @@ def fill(text: str) -> str:
 # README, experiments/README.md, benchmarks/README.md
 
 
-def beside_trl(scripts: tuple[str, ...] = SCRIPTS, left_out: tuple[str, ...] = ("KL", "EOS share", "tokens")) -> str:
-    """Scripts beside TRL, by what they are about and by the CPU seconds of their runs. Their pages have what is left
-    out."""
-    lines = [["", "", "ours", "TRL", "difference"]]
-    for script in scripts:
-        label = f"`{script}.py`, TRL {run_trl.TRAINERS[script]}"
-        columns = SPECS["beside-trl"][script] | {"CPU seconds": "cpu 0"}
-        for title, column in ((title, column) for title, column in columns.items() if title not in left_out):
-            part, metric, digits = parse(column)
-            sides = [by_seed(learned(name), part, metric) for name in (script, f"TRL {script}")]
-            cells = [number([*side.values()], digits) for side in sides]
-            lines.append([label, title, *cells, verdict(*sides, digits)])
-            label = ""
-    return markdown(lines, "llrrl")
+def beside_trl() -> str:
+    """The CPU seconds of all scripts beside TRL's."""
+    lines = [["", "ours, CPU seconds", "TRL", "difference", "version"]]
+    for script in SCRIPTS:
+        sides = [by_seed(learned(name), "cpu") for name in (script, f"TRL {script}")]
+        cells = [number([*side.values()], 0) for side in sides]
+        lines.append([f"[`{script}.py`](../docs/{script}.md#results)", *cells, verdict(*sides, 0)])
+        lines[-1].append(run_trl.TRAINERS[script])
+    return markdown(lines, "lrrll")
 
 
 def beside() -> str:
     """The README's table, and the number of seeds."""
     scripts = ("ppo", "grpo")
+    lines = [["", "", "ours", "TRL", "difference"]]
+    for script in scripts:
+        label = f"`{script}.py`, TRL {run_trl.TRAINERS[script]}"
+        for title, column in (SPECS["beside-trl"][script] | {"CPU seconds": "cpu 0"}).items():
+            part, metric, digits = parse(column)
+            sides = [by_seed(learned(name), part, metric) for name in (script, f"TRL {script}")]
+            cells = [number([*side.values()], digits) for side in sides]
+            lines.append([label, title, *cells, verdict(*sides, digits)])
+            label = ""
     seeds = [f"`{name}.py` {len(learned(name))}, TRL {len(learned(f'TRL {name}'))}" for name in scripts]
-    return f"Seeds: {'; '.join(seeds)}.\n\n{beside_trl(scripts, ())}"
+    return f"Seeds: {'; '.join(seeds)}.\n\n{markdown(lines, 'llrrl')}"
 
 
 def comparisons_of(pattern: str) -> list[dict]:
