@@ -27,6 +27,7 @@ from run_trl import TRAINERS
 OURS, OTHERS = "#2a6fbb", "#c46a2b"
 COLOURS = (OURS, OTHERS, "#b58900", "#5b8c3e", "#8e5ba6", "#444444")
 TITLES = tables.SPECS["titles"]  # of metrics
+BANDS = "lines: means over the seeds; bands: from the lowest seed to the highest"
 PICTURES = {}  # file -> what draws it, and its panels
 
 
@@ -53,8 +54,10 @@ def draw_bands(
     for (label, runs), colour in zip(rows.items(), colours):
         if any(y is not None for run in runs for y in run["curves"][metric]):
             x, y = band(runs, metric, axis)
-            panel.plot(x[width // 2 : len(x) - width // 2], smooth(y.mean(0), width), color=colour, label=label)
-            panel.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, linewidth=0)
+            inner = slice(width // 2, len(x) - width // 2)
+            panel.plot(x[inner], smooth(y.mean(0), width), color=colour, label=label)
+            panel.fill_between(x[inner], y.min(0)[inner], y.max(0)[inner], color=colour, alpha=0.2, linewidth=0)
+    panel.figure.supxlabel(BANDS, fontsize=8, color="0.4")
 
 
 def draw_points(panel, x: list[float], seeds: list[list[float]], colour: str, label: str, alpha: float) -> None:
@@ -62,6 +65,7 @@ def draw_points(panel, x: list[float], seeds: list[list[float]], colour: str, la
     y = np.array(seeds)
     panel.plot(x, y.mean(0), "o-", color=colour, label=label, markersize=4)
     panel.fill_between(x, y.min(0), y.max(0), color=colour, alpha=alpha)
+    panel.figure.supxlabel(BANDS, fontsize=8, color="0.4")
 
 
 def head(panel, title: str, axis: str) -> None:
@@ -74,6 +78,30 @@ def legend(*panels, size: int = 9) -> None:
     """The names of the lines."""
     for panel in panels:
         panel.legend(frameon=False, fontsize=size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# README.md
+
+
+@picture("docs/curves", 1, 3, 13, 3.4)
+def curves(axes):
+    """What ppo.py learns: sampled texts along the training as lines, the likeliest words in the end as points."""
+    runs = tables.learned("ppo")
+    panels = [(axes[0], "objective/scores", "scores", OURS, "score, ")]
+    panels += [(axes[0], GOLD_MEAN, GOLD_MEAN, OTHERS, "gold score, ")]
+    panels += [(axes[1], "objective/kl", "", OURS, ""), (axes[2], "val/eos_share", "eos_share", OURS, "")]
+    for panel, metric, likeliest, colour, what in panels:
+        draw_bands(panel, {f"{what}samples": runs}, metric, (colour,))
+        if likeliest:
+            ends = [run["end"][f"eval/{likeliest}"] for run in runs if f"eval/{likeliest}" in run["end"]]
+            low, mean, high = min(ends), statistics.fmean(ends), max(ends)
+            x = runs[0]["curves"]["episode"][-1] * 1.04
+            bar = [[mean - low], [high - mean]]
+            panel.errorbar(x, mean, bar, fmt="o", color=colour, label=f"{what}likeliest words")
+    for panel, title in zip(axes, ("score and gold score", "KL, nats", "share of texts that end")):
+        head(panel, title, "texts sampled"), panel.set_ylim(min(0, panel.get_ylim()[0]))
+    legend(axes[0], axes[2])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,7 +148,7 @@ def thinking(axes):
     rows = {label: tables.learned(name) for label, name in rows.items()}
     for panel, metric in zip(axes, ("rewards/right_number/mean", "completions/mean_length", "rewards/worked/mean")):
         draw_bands(panel, rows, metric, width=5)
-        head(panel, TITLES[metric], "episodes")
+        head(panel, TITLES[metric], "episodes, logarithmic")
         panel.set_xscale("log")
     axes[0].set_ylim(0, 1), axes[1].set_ylim(0)
     legend(axes[0])
@@ -148,7 +176,7 @@ def no_kl(axes):
         for metric, colour in {"objective/scores": OURS, GOLD_MEAN: "#b58900"}.items():
             runs = tables.learned(f"ppo, poor reward model, beta {beta}")
             draw_bands(panel, {TITLES[metric]: runs}, metric, (colour,))
-        head(panel, f"β = {beta}", "episodes")
+        head(panel, f"β = {beta}, {len(runs)} seeds", "episodes")
     axes[0].sharey(axes[1])
     legend(axes[0])
 
@@ -166,7 +194,7 @@ def frontier(axes):
 
 @picture("docs/watch", 5, 2, 8, 11)
 def watch(axes):
-    """A row of panels for each fault: what came out, and what shows it. Dotted: the bound of healthy values."""
+    """A row of panels for each fault: what came out, and what shows it. Dotted: a bound that healthy runs keep."""
     score, default = "objective/scores", "the default"
     fast = "--learning-rate 1e-3"  # at which a lack of KL shows within so few episodes
     rows = {  # what goes wrong: the run, the one beside it, the result, the metric that shows the fault, and its bound
@@ -174,14 +202,15 @@ def watch(axes):
         "the learning rate is too high": ("--learning-rate 1e-2", default, score, "policy/approxkl_avg", 0.1),
         "the reward does not tell responses apart": (
             "--reward-fn rewards/verifiers.py:tagged", default, GOLD_MEAN, "objective/scores_std", 0),
-        "responses never end": ("--response-length 24", default, score, "val/eos_share", 0.5),
-        "the critic does not learn": ("--critic-learning-rate 1e-9", default, score, "val/explained_variance", 0),
+        "responses never end": ("--response-length 24", default, score, "val/eos_share", 0.2),
+        "the critic does not learn": ("--critic-learning-rate 1e-9", default, score, "val/explained_variance", 0.35),
     }  # fmt: skip
     for (title, (wrong, right, result, shown, bound)), *panels in zip(rows.items(), axes[::2], axes[1::2]):
         for panel, metric in zip(panels, (result, shown)):
             for name, colour in ((right, OURS), (wrong, OTHERS)):
                 curves = by_name("watch")[name][0]["curves"]
-                panel.plot(curves["episode"], curves[metric], color=colour, label=name)
+                label = name.replace(default, "--missing-eos-penalty 0, as in all")
+                panel.plot(curves["episode"], curves[metric], color=colour, label=label)
             panel.set_ylabel(metric, fontsize=8)
         panels[0].set_title(title, fontsize=10, loc="left", weight="bold")
         panels[1].axhline(bound, color="black", linewidth=0.8, linestyle=":")
@@ -212,13 +241,15 @@ def questions_sampler(axes):
     """How far the samplers are from the policy, and what is learned from the worst two."""
     own, *others = tables.SAMPLERS
     draw_bands(axes[0], {name: tables.asked("sampler", f"{name}, none") for name in others}, "approxkl")
-    axes[0].set_yscale("log"), head(axes[0], "approxkl, sampler and policy", "episodes")
+    axes[0].set_yscale("symlog", linthresh=1e-6), axes[0].set_ylim(0)  # bf16 is often 0
+    head(axes[0], "approxkl, sampler and policy; logarithmic from 1e-6", "episodes")
     for panel, name in zip(axes[1:], ("int4", "16 updates old")):
         rows = {own: tables.asked("sampler", f"{own}, none")}
         rows |= {f"{name}, {x}": tables.asked("sampler", f"{name}, {x}") for x in tables.CORRECTIONS}
         draw_bands(panel, rows, "reward", ("grey", *COLOURS))
         head(panel, "right answers, of the sampler", "episodes"), panel.set_ylim(0, 1)
-    legend(*axes, size=8)
+    legend(*axes[1:], size=8)
+    axes[0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 @picture("docs/questions-liar", 1, 2, 9, 3.4)
@@ -230,6 +261,7 @@ def questions_liar(axes):
     for side, colour in zip(tables.SIDES, COLOURS):
         of = [honest, *(tables.asked("liar", f"{side} {rate}") for rate in tables.RATES)]
         draw_points(axes[1], [0, 0.05, 0.1, 0.2], ends(of, "right"), colour, side, 0.15)
+    axes[1].set_xticks([0, 0.05, 0.1, 0.2])
     head(axes[0], "right answers while it learns", "episodes")
     head(axes[1], "right answers to unseen prompts in the end", "share of lies")
     legend(*axes, size=8)
@@ -312,7 +344,9 @@ def questions_takeoff(axes):
     for (name, text), colour in zip(takeoff.SIGNS.items(), colours):
         x = range(5, updates + 1, 5)
         axes[2].plot(x, [takeoff.foretold(runs, name, update) for update in x], color=colour, label=text)
-    axes[2].axhline(0.5, color="0.8", linewidth=1)
+    axes[2].axhline(0.5, color="0.8", linewidth=1), axes[2].set_ylim(-0.1, 1.1)
+    for y, text in {1.02: "always the run with more", 0.52: "chance", -0.06: "always the run with less"}.items():
+        axes[2].text(updates, y, text, fontsize=8, color="0.4", ha="right")
     legend(axes[2], size=8)
     head(axes[2], "how often a sign tells which of two runs takes off", "updates")
 
@@ -453,10 +487,10 @@ def real(axes):
     legend(axes[0], axes[3])
 
 
-@picture("docs/pipeline", 1, 3, 13, 3.6)
+@picture("docs/pipeline", 1, 3, 14, 3.6)
 def pipeline(axes):
-    """Reward, gold score and the lexicon alone against KL: along the training, the mean of the seeds (thin lines: each
-    seed), best of n, and where other trainings end."""
+    """Reward, gold score and the lexicon alone against KL: along the training, the mean of the seeds (small dots: where
+    each seed ends), best of n, and where other trainings end."""
     lines = {"ppo, 0.02": ("#3b6ea8", "ppo.py --kl-coef 0.02"), "rloo, 0.02": ("#c0563f", "rloo.py --kl-coef 0.02")}
     lines["rloo, 0, far"] = ("#888888", "rloo.py --kl-coef 0, twice the rate")
     best = [run["read"]["best of"] for run in tables.real("reward model")]
@@ -470,7 +504,8 @@ def pipeline(axes):
             curves = [[run["curves"][of] for of in ("objective/kl", metric)] for run in tables.real(name)]
             panel.plot(*np.mean(curves, 0), color=colour, label=label, lw=2)
             for points in curves if len(curves) > 1 else []:
-                panel.plot(*points, color=colour, lw=0.6, alpha=0.5)
+                text = f"{name.split(',')[0]}.py, a seed's end" if points is curves[0] else None
+                panel.plot(*(line[-1] for line in points), ".", color=colour, label=text)
         panel.plot(
             kl, [statistics.fmean(of[n][column] for of in best) for n in "1248"], "k.", label="best of 1, 2, 4, 8"
         )
@@ -478,10 +513,10 @@ def pipeline(axes):
             for run in tables.real(name):
                 end = run["end"]
                 panel.plot(end["kl"]["mean"], end[score]["mean"], f"k{marker}", ms=5, mfc="none", label=name)
-        head(panel, title, "KL, nats")
+        head(panel, title, "KL, nats, on a square-root axis")
         panel.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
         panel.set_xticks([n**2 for n in range(math.ceil(panel.get_xlim()[1] ** 0.5))])
-    legend(axes[0], size=8)
+    axes[2].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def main() -> None:
