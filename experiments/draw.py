@@ -8,6 +8,7 @@
 import argparse
 import math
 import random
+import runpy
 import statistics
 from collections import Counter
 from functools import partial
@@ -19,6 +20,7 @@ import tables
 import takeoff
 import torch
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 from record import GOLD as GOLD_MEAN, ROOT, by_name, smooth
 from real_data import GOLD, LEXICON, REWARD_MODEL
 from grpo import group_advantages
@@ -218,6 +220,21 @@ def watch(axes):
         panels[1].legend(frameon=False, fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0)
     for panel in axes[-2:]:
         panel.set_xlabel("responses sampled", fontsize=8)
+
+
+@picture("docs/ddpo-images", 2, 8, 9, 2.8)
+def ddpo_images(axes):
+    """Images of the first model and of the policy, from the same noise, with their rewards: what ddpo.py wrote after a
+    run, in tiles of 60 pixels, of which 6 are a margin; 6 are one of the image."""
+    grid = imread(ROOT / "experiments/results/ddpo-tiles.png")[..., 0]
+    reward = runpy.run_path(str(ROOT / "toy/shapes/make.py"))["left_ink"]
+    tiles = [grid[y + 9 : y + 54 : 6, x + 9 : x + 54 : 6] for y in (0, 60) for x in range(0, 480, 60)]
+    for panel, tile in zip(axes, tiles):
+        panel.imshow(tile, cmap="gray", vmin=0, vmax=1)
+        panel.set_xlabel(f"{reward(torch.from_numpy(tile)[None, None], [], []).item():z.1f}", fontsize=9)
+        panel.set_xticks([]), panel.set_yticks([])
+    axes[0].set_ylabel("first model", fontsize=9), axes[8].set_ylabel("policy", fontsize=9)
+    axes[0].figure.supxlabel("number: reward, how much brighter the left half is", fontsize=8, color="0.4")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
