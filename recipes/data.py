@@ -608,7 +608,7 @@ def read_own(form: Form, args: argparse.Namespace, row: dict) -> dict:
 
 
 def convert_file(args: argparse.Namespace) -> tuple[list[str], list[str], str]:
-    """The same of the user's own file."""
+    """The rows of the user's own file to train on, none to evaluate on, and the command that reads them."""
     require(args.path.resolve().parent != args.folder.resolve(), "the rows need a folder of their own")
     flags = {name: getattr(args, f"{name}_column") for name in ("prompt", *ANSWERS, "text", "messages")}
     named = {name: column for name, column in flags.items() if column}
@@ -633,7 +633,7 @@ def convert_file(args: argparse.Namespace) -> tuple[list[str], list[str], str]:
 
 
 def convert_answers(args: argparse.Namespace) -> tuple[list[str], list[str], str]:
-    """A pair for each prompt in the answers.jsonl of tools/evaluate.py, or with --best the best answer; the command."""
+    """The same of the answers.jsonl of tools/evaluate.py: a pair for each prompt, or with --best its best answer."""
     answers = read_file(args.path)
     columns = list(answers[0])
     require("response" in columns, "this is not answers.jsonl, which tools/evaluate.py writes")
@@ -650,7 +650,8 @@ def convert_answers(args: argparse.Namespace) -> tuple[list[str], list[str], str
     draw = random.Random(0)
     rows = [choose(json.loads(row), group, reward, args, draw) for row, group in groups.items()]
     rows = [row for row in rows if row]
-    print(f"prompts: {len(groups)}, of which {len(groups) - len(rows)} have no answer that is complete and better")
+    num_left_out = len(groups) - len(rows)
+    print(f"prompts: {len(groups)}, of which {num_left_out} have no complete answer that is better than another")
     require(rows, "no prompt has answers with different rewards")
     form = FORMS["completions" if args.best else "pairs"]
     return convert(rows, partial(read_own, form, args), args), [], form.next
