@@ -40,7 +40,7 @@ def text_of(path: Path) -> str:
         return f"# {path.parent.name}\n\n" + "".join(f"- [{name}]({name})\n" for name in files)
     text = path.read_text("utf-8")
     if path.suffix == ".md":
-        return text
+        return re.sub(r"^   (?=- )", "    ", text, flags=re.M)  # the indent of an inner list that mkdocs sees
     language = {".py": "python", ".toml": "toml", ".cff": "yaml"}.get(path.suffix, "text")
     return f"{HEAD}# {path.relative_to(ROOT).as_posix()}\n\n~~~~~~ {{.{language} linenums=1}}\n{text}~~~~~~\n"
 
