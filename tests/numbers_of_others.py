@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import ppo
 
 FOLDER = Path(__file__).parent / "golden"
 MASK = torch.arange(7) < torch.tensor([7, 1, 4, 6, 2])[:, None]  # (5, 7)
@@ -31,13 +30,6 @@ def golden(name):
     return data["inputs"], data["outputs"]
 
 
-def names(pattern):
-    """The files of a pattern; a pattern without files is an error, not an empty test."""
-    found = sorted(path.stem for path in FOLDER.glob(f"{pattern}.json"))
-    assert found, pattern
-    return found
-
-
 def close(ours, theirs, mask=None, rtol=1e-6, atol=1e-9):
     """Equal where the mask is true. The libraries' own float32 factors allow for no more than six digits."""
     ours = torch.as_tensor(ours, dtype=torch.float64)
@@ -59,13 +51,3 @@ def spoil(x):
 
 def leaf(x):
     return x.clone().requires_grad_()
-
-
-def make_rollout(mask, logprobs, **others):
-    """A rollout of which only what is given means anything."""
-    rollout = ppo.Rollout(None, None, None, mask, mask.any(1), logprobs, [{}] * len(mask))
-    for name in ("ref_logprobs", "kl", "values", "advantages", "returns"):
-        setattr(rollout, name, torch.zeros_like(logprobs))
-    for name, x in others.items():
-        setattr(rollout, name, x)
-    return rollout

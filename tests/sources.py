@@ -53,14 +53,3 @@ def load(file, name: str = "loaded") -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where its dataclasses look for their types
     spec.loader.exec_module(module)
     return module
-
-
-def with_names(text: str, **values) -> ast.Module:
-    """A program whose names, where it first assigns them, are given these values instead."""
-    tree = ast.parse(text)
-    for node in tree.body:
-        name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
-        if name in values:
-            node.value = ast.copy_location(ast.Constant(values.pop(name)), node.value)
-    assert not values
-    return tree

@@ -11,7 +11,6 @@ import pytest
 from families import save_family
 from runs import GOLD, write_rows
 from sources import ROOT, load
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 sys.path.insert(0, str(ROOT / "tools"))
 compare = load("tools/compare.py", "tools_compare")
@@ -59,16 +58,6 @@ def test_summary_by_hand():
     assert {name: found[name] for name in wanted} == {name: pytest.approx(x) for name, x in wanted.items()}
 
 
-def test_the_higher_reward_wins():
-    """Without a reward there is no winner, and equal texts are a tie."""
-    scores = {(2.0, 1.0): "a", (1, 2.0): "b", (1.0, 1.0): "tie", (None, 1.0): None, (1.0, float("inf")): None}
-    pairs = [pair(score_a=a, score_b=b) for a, b in scores]
-    pairs.append(compare.Pair(0, "p", "aa", "aa", 3, 3, True, True, score_a=1 + 1e-7, score_b=1.0))
-    for one in pairs:
-        compare.judge_by_reward(one)
-    assert [one.winner for one in pairs] == [*scores.values(), "tie"]
-
-
 def test_a_policy_against_itself(tmp_path):
     """At temperature 0 all pairs are ties. The folder of another comparison is not overwritten."""
     assert run(tmp_path / "out", other="toy/sft", reward_fn=GOLD)[0]["ties"] == 12
@@ -76,27 +65,19 @@ def test_a_policy_against_itself(tmp_path):
         run(tmp_path / "out", other="toy/sft", reward_fn=GOLD)
 
 
-TEXT = " It is not good."
-TURNS = [{"role": "user", "content": "The film"}, {"role": "assistant", "content": TEXT.strip()}]
-
-
-@pytest.mark.parametrize("is_chat, answer", [(False, "The film" + TEXT), (True, TURNS[1:]), (True, TURNS)])
-def test_a_reference_is_the_answer_alone(is_chat, answer, tmp_path):
-    """The judge reads it without the prompt; the reward model behind the prompt, up to the token that ends it."""
-    policy, reward = save_family("llama 3", tmp_path) if is_chat else ("toy/sft", "toy/reward_model")
+def test_a_reference_is_the_answer_alone(tmp_path):
+    """As a text without its prompt, or as the message behind those of the prompt."""
+    talk = [{"role": "user", "content": "The film"}, {"role": "assistant", "content": "It is not good."}]
     (tmp_path / "r.py").write_text("def f(completions, **_):\n    return [len(str(text)) for text in completions]\n")
-    rows = [{"prompt": TURNS[:1] if is_chat else "The film", "answer": answer}] * 3
-    settings = dict(model=policy, dataset=write_rows(tmp_path / "d.jsonl", rows), reference_column="answer")
-    _, (one, *_) = run(tmp_path / "function", reward_fn="r.py:f", **settings)
-    text = TEXT.strip() if is_chat else TEXT
-    assert one["b"] == text and one["score_b"] == len(str(TURNS[1:]) if is_chat else text)
-    _, (one, *_) = run(tmp_path / "model", reward_fn=reward, **settings)
-    reward, policy = (ROOT / name if name.startswith("toy") else name for name in (reward, policy))
-    tokenizer, model = AutoTokenizer.from_pretrained(policy), AutoModelForSequenceClassification.from_pretrained(reward)
-    whole = tokenizer.apply_chat_template(TURNS, tokenize=False) if is_chat else f"The film{text}<|end|>"
-    ids = tokenizer(whole, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    states = model.base_model(ids).last_hidden_state[0, -1]
-    assert one["score_b"] == pytest.approx(model.score(states).item(), abs=1e-4) and one["ended_b"]
+    policy = save_family("llama 3", tmp_path)[0]
+    for model, prompt, answer, text in (
+        ("toy/sft", "The film", "The film It is not good.", " It is not good."),
+        (policy, talk[:1], talk, "It is not good."),
+    ):
+        data = write_rows(tmp_path / "d.jsonl", [{"prompt": prompt, "answer": answer}] * 3)
+        settings = dict(model=model, dataset=data, reference_column="answer", reward_fn="r.py:f")
+        _, (one, *_) = run(tmp_path / f"out {text}", **settings)
+        assert one["b"] == text and one["score_b"] == len(text if model == "toy/sft" else str(talk[1:]))
 
 
 @pytest.mark.parametrize("letter", SAID)

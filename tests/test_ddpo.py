@@ -13,7 +13,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, StableDiffusi
 from PIL import Image
 from runs import run, slow_but, untimed, watch
 from safetensors.torch import load_file
-from shapes import PROMPTS, TOY, UNET, close, flat, make, random, rows, step, toy_chain, toy_rollout, trained
+from shapes import PROMPTS, TOY, UNET, close, flat, random, step, toy_chain, toy_rollout, trained
 from sources import ROOT
 from torch.distributions import Normal, kl_divergence
 
@@ -79,11 +79,6 @@ def test_other_schedulers(name, tmp_path):
     x = alphas[:-1].sqrt() * image + (1 - alphas[:-1]).sqrt() * noise
     mean, _ = ddpo.ddim_step(chain.pipe.scheduler, noise, times[:-1], x, 1e-6)
     close(mean[:3], (alphas[1:].sqrt() * image + (1 - alphas[1:]).sqrt() * noise)[:3], atol=0.02)
-    args = replace(args, sample_num_steps=10)
-    chain = ddpo.load_chain(args)
-    images = ddpo.sample_images(chain, rows(PROMPTS * 8), chain.draw_noise(32), args).images
-    assert make.same_shape(images, PROMPTS * 8, []).mean() > 0.85
-
     run(ddpo, tmp_path / "run", model=str(tmp_path / "sd"), **TINY | dict(num_epochs=1))
     expected, left = (pipeline_of(tmp_path / folder).scheduler for folder in ("sd", "run"))
     assert type(left) is type(expected)
@@ -195,10 +190,6 @@ def shown(images, prompts, metadata):
 
 def points(images, prompts, metadata):
     return torch.tensor([row["points"] for row in metadata]), {"more": 1}
-
-
-def equal(images, prompts, metadata):
-    return [57.1] * len(images)
 """
 
 
@@ -229,19 +220,12 @@ def test_rewards_add_up_with_their_weights(rewards):
 
 
 def test_what_is_no_list_of_numbers_is_refused():
-    """A text has letters, and a dict keys, which would count as rewards, or be read as numbers."""
+    """A text has letters, and a dict keys, which would count as rewards."""
     chain, args = toy_chain()
     part = toy_rollout(chain, args, images=2)
-    for returned in ("12", {"1": "good", "2": "bad"}, ["1", "2"], [1.0], [1.0, None], 1.0, np.ones(3)):
-        with pytest.raises(SystemExit, match="^error: <lambda> should return a list of 2 numbers, not "):
-            ddpo.image_rewards(lambda images, prompts, metadata, x=returned: x, part, args)
-
-
-def test_equal_rewards_teach_nothing(tmp_path, rewards):
-    """In float32 the mean of 16 times 57.1 is another number."""
-    with pytest.warns(UserWarning, match="all scores are equal"):
-        lines = run(ddpo, tmp_path / "run", reward_fn=rewards("equal"), **TINY)
-    assert all(line["grad_norm"] == 0 for line in lines)
+    for returned in ("12", {"1": "good", "2": "bad"}, [1.0], [1.0, None], np.ones(3)):
+        with pytest.raises(SystemExit, match="list of 2 numbers"):
+            ddpo.image_rewards(lambda *_, x=returned: x, part, args)
 
 
 def test_a_chain_whose_only_step_is_certain_is_refused(tmp_path):
@@ -315,34 +299,18 @@ def test_an_adapter_alone_is_trained_and_saved(tmp_path):
 
 
 def test_pictures_and_a_pipeline(tmp_path):
-    """Above, what the first model draws, the same in all; below, what the policy draws from the same noise.
-
-    In the folder the UNet is trained, and all else as it was.
-    """
+    """Above, what the first model draws, the same in all; below, what the policy draws from this noise. Of the
+    folder the UNet is trained, and all else as it was."""
     lines = run(ddpo, tmp_path / "a", image_steps=1, **TINY)
-    files = sorted((tmp_path / "a/images").iterdir())
-    assert [file.name for file in files] == ["epoch-0001.png", "epoch-0002.png"]
+    files = [tmp_path / f"a/images/epoch-000{i}.png" for i in (1, 2)]
     first, last = (torch.tensor(np.array(Image.open(file).convert("L"))) for file in files)
-    half = len(first) // 2  # eight pictures beside each other, enlarged by 6, in frames of 6
-    assert torch.equal(first[:half], last[:half]) and not torch.equal(first[:half], first[half:])
-    chain, args = toy_chain(tmp_path / "a", sample_num_steps=3)
-    noise = chain.draw_noise(8, torch.Generator().manual_seed(1))
-    images = ddpo.sample_images(chain, rows(PROMPTS * 2), noise, args).images
-    pixels = last[half:].view(60, 8, 60)[6:-6:6, :, 6:-6:6].transpose(0, 1)
-    close(pixels / 255, images[:, 0], atol=1 / 255)
+    half = len(first) // 2
+    assert torch.equal(first[:half], last[:half]) and not torch.equal(first[half:], last[half:])
     for file in ("text_encoder/model.safetensors", "vae/diffusion_pytorch_model.safetensors", UNET):
         after, before = load_file(tmp_path / "a" / file), load_file(TOY / file)
         assert all(torch.equal(after[name], before[name]) for name in before) == (file != UNET)
     again = run(ddpo, tmp_path / "b", image_steps=99, **TINY)
     assert untimed(again) == untimed(lines)  # the pictures draw no number of the run's
-
-
-# --- Errors that only we can name -------------------------------------------------------------------------------------
-
-
-def test_a_policy_that_a_rate_has_broken_ends_the_run(tmp_path):
-    with pytest.raises(SystemExit, match="not finite"):
-        run(ddpo, tmp_path, train_learning_rate=1e9, **TINY)
 
 
 # --- It learns --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import run
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import GPT2Config, PreTrainedTokenizerFast
@@ -17,13 +16,8 @@ CHATML = (  # that of Qwen2.5, as far as it is about texts
     "</tool_response>{% else %}{{ m.role }}\n{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PROBLEM = {
-    "prompt": [{"role": "system", "content": "You ask."}, {"role": "user", "content": "2 times 9?"}],
-    "answer": 18,
-}
-
-
-# --- What is said
+ASKED = [{"role": "system", "content": "You ask."}, {"role": "user", "content": "2 times 9?"}]
+PROBLEM = {"prompt": ASKED, "answer": 18}
 
 
 class Scripted(nn.Module):
@@ -33,8 +27,7 @@ class Scripted(nn.Module):
         super().__init__()
         self.tokenizer, self.environment, self.stop_token_ids = tokenizer, environment, [tokenizer.eos_token_id]
         self.config = GPT2Config(n_layer=1, n_embd=2, n_head=1)
-        longest = max(map(len, scripts))
-        self.rows = torch.tensor([[*row, *[0] * (longest - len(row))] for row in scripts])  # (B, T)
+        self.rows = nn.utils.rnn.pad_sequence(list(map(torch.tensor, scripts)), batch_first=True)  # (B, T)
         self.read, self.positions = [], []
 
     def forward(self, input_ids, position_ids, **_):
@@ -84,10 +77,7 @@ def test_a_conversation(tokenizer, calculator):
 
     Three problems: one asks twice, in letters that the tokenizer would join; one answers at once, wrongly; one is cut.
     """
-
-    def encode(text):
-        return tokenizer(text)["input_ids"]
-
+    encode = lambda text: tokenizer(text)["input_ids"]  # noqa: E731
     turns = ["I ask <calc>2 * 9</calc>", "or <calc>1.5 * 12 =</calc>", "#### 18"]
     said = [{"role": "assistant", "content": text} for text in turns]
     told = {"role": "tool", "content": "18"}
@@ -154,13 +144,6 @@ def test_each_of_several_stop_tokens_ends_a_turn(tokenizer, calculator):
         assert turns_of(r) == [3] and r.rewards.sum() == 1 and r.ended.item()
 
 
-def test_a_template_without_a_place_for_answers_is_refused(tokenizer, calculator):
-    tokenizer.chat_template = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
-    policy = Scripted(tokenizer, calculator, tokenizer("<calc>1</calc><|im_end|>???")["input_ids"])
-    with pytest.raises((SystemExit, ValueError), match="chat template"):
-        policy.play([PROBLEM])
-
-
 def test_the_calculator(calculator):
     calculate = agent.load_function("rewards/calculator.py", "calculate")
     assert calculate(".05 * 1,200 + 1") == calculate("61.0") == "61"
@@ -176,48 +159,22 @@ def test_the_calculator(calculator):
 # --- Runs
 
 
-def test_a_run_with_few_turns_and_an_adapter(tmp_path):
-    """With KL, LoRA, evaluations and tables; a limit of two turns cuts most games."""
-    settings = dict(
-        batch_size=32, num_generations=4, total_episodes=64, response_length=8, max_turns=2, lora_r=2, beta=0.1
-    )
-    settings |= dict(temperature=2.0, dataset_test_split="train", num_eval_prompts=3, eval_steps=1)
-    lines = run(agent, tmp_path, **settings, num_sample_generations=2)
-    assert lines[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
-    for line in lines:
-        assert line["reward"] == line["objective/scores"]
-        assert 1 < line["turns"] <= 2 and 1 <= line["eval/turns"] <= 2
-        assert 0 < line["ended"] < 1 and 0 <= line["eval/ended"] <= 1
-    samples = load_file(tmp_path / "samples/step-00000001.safetensors")
-    assert torch.equal(samples["loss_mask"], samples["written"])
-    assert (samples["mask"] & ~samples["written"]).any() and not (samples["written"] & ~samples["mask"]).any()
-
-
 SPOILER = """
-import torch
-
 class Spoiler:
     def __init__(self, row):
-        self.number = row["facts"].pop()  # of a list that the group must not share
-        torch.rand(1)
+        self.number = row["facts"].pop()
 
     def step(self, said):
-        torch.rand(1)
         return "", float(self.number == 3), True
 """
 
 
-def test_an_environment_may_spoil_its_row_and_draw_numbers(tokenizer, tmp_path):
-    """All of a group find the same row, and what is drawn afterwards is what it would have been."""
+def test_an_environment_may_spoil_its_row(tokenizer, tmp_path):
+    """All of a group find the same one."""
     (tmp_path / "e.py").write_text(SPOILER)
     policy = Scripted(tokenizer, agent.load_function(tmp_path / "e.py", "Spoiler"), [65, tokenizer.eos_token_id])
     row = PROBLEM | {"facts": [3]}
-    torch.rand(2, 2)  # the uniform numbers of two streams
-    after = torch.rand(1)
-    torch.manual_seed(0)
-    rollout = policy.play([row] * 2)
-    assert rollout.rewards.sum(1).tolist() == [1, 1] and row["facts"] == [3]
-    assert torch.rand(1) == after
+    assert policy.play([row] * 2).rewards.sum(1).tolist() == [1, 1] and row["facts"] == [3]
 
 
 @pytest.mark.slow

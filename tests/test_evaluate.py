@@ -2,10 +2,8 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(ROOT / "tools"))
 import evaluate  # noqa: E402
 
-import agent  # noqa: E402
 import ppo  # noqa: E402
 
 
@@ -131,23 +128,10 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         answers(*words)
 
 
-@pytest.mark.parametrize("words, turns", [([], 5), (["--max-turns", "1"], 1)])
-def test_the_settings_of_a_policys_run_are_the_defaults(words, turns, tmp_path, monkeypatch):
-    shutil.copytree(ROOT / "toy/guess/sft", "run")
-    game = agent.Args(response_length=24, max_turns=5, dataset_test_split="train")
-    (tmp_path / "run/args.json").write_text(json.dumps(asdict(game)))
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "run", *words, "--device", "cpu", "--output-dir", "out"])
-    evaluate.main()
-    lines = [json.loads(line) for line in Path("out/answers.jsonl").read_text("utf-8").splitlines()]
-    assert len(lines) == 15 and max(line["turns"] for line in lines) == turns
-
-
 WRONG = {
-    "nosuch/model should be a folder, or a name on the hub": dict(model="nosuch/model"),
     "no prompts of --split test": dict(split="test"),
     "toy/guess/sft has another tokenizer than toy/sft": dict(reference="toy/guess/sft"),
     r"row 1 of d.jsonl.* \(recipes/data.py converts other forms\)": dict(dataset="d.jsonl"),
-    "--reward-fn: not with --env": dict(env="e.py:E", reward_fn=(GOLD,)),
 }
 
 

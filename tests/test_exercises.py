@@ -1,12 +1,15 @@
-"""The exercises: lecture/ and the scripts solve them, an edit is named for what it is, an empty file is not red."""
+"""exercises/: the scripts solve them, mistakes are named, marks are right, a student's folder holds no solution."""
 
+import ast
+import json
 import subprocess
 import sys
+import tomllib
 from types import SimpleNamespace
 
 import pytest
 import torch
-from sources import ROOT
+from sources import ROOT, SCRIPTS, defined_in, source_of, text_of
 
 import dpo
 import grpo
@@ -14,18 +17,20 @@ import ppo
 import reward_model
 import rloo
 
-sys.path.insert(0, str(ROOT / "exercises"))
-
-import capstone  # noqa: E402
+sys.path[:0] = [str(ROOT / "exercises"), str(ROOT / "exercises/bugs")]
+import checks  # noqa: E402
+import mark  # noqa: E402
+import play  # noqa: E402
+import release  # noqa: E402
 import test_functions as graders  # noqa: E402
 
-SCRIPTS = {"leave_one_out": rloo, "group_advantages": grpo, "preference_loss": reward_model, "dpo_loss": dpo}
-SCRIPTS |= {"token_weights": grpo}
+SOLVED_IN = {"leave_one_out": rloo, "group_advantages": grpo, "preference_loss": reward_model, "dpo_loss": dpo}
+SOLVED_IN |= {"token_weights": grpo}
 NAMES = [name.removeprefix("test_") for name in vars(graders) if name.startswith("test_")]
 
 
 def solution(name):
-    script = SCRIPTS.get(name, ppo)
+    script = SOLVED_IN.get(name, ppo)
     if name == "response_logprobs":
         return lambda logits, tokens, P, T: ppo.token_logprobs(logits[:, P - 1 : -1] / T, tokens[:, P:])
     return getattr(script, name)
@@ -53,8 +58,6 @@ def loss_without_a_gradient(*args):
 WRONG = [  # exercise, what a student writes instead, what the grader says
     ("masked_mean", lambda x, mask: x[mask].sum() / mask.numel(), "Padding is counted"),
     ("response_mask", mask_without_the_stop_token, "The stop token is not in the mask"),
-    ("response_mask", lambda tokens, stops: ppo.response_mask(tokens, stops[:1]), "two stop tokens"),
-    ("token_logprobs", lambda *args: None, "Is the `return` missing?"),
     ("preference_loss", lambda a, b, *rest: reward_model.preference_loss(b, a, *rest), "exchanged"),
     ("dpo_loss", lambda a, b, c, d, beta: dpo.dpo_loss(b, a, d, c, beta), "exchanged"),
     ("kl_estimate", lambda p, q, kind: ppo.kl_estimate(q, p, kind), "k1 has the wrong sign"),
@@ -62,9 +65,7 @@ WRONG = [  # exercise, what a student writes instead, what the grader says
     ("group_advantages", lambda x, G, scale: x - x.mean(), "The mean is that of the batch"),
     ("token_weights", lambda mask, num_rows, *args: grpo.token_weights(mask, len(mask), *args), "of 3 rows"),
     ("masked_whiten", lambda x, mask, *rest: ppo.masked_whiten(x, mask, *rest) + 0 * x, "NaN * 0 is NaN"),
-    ("gae", lambda rewards, *args: rewards[:, 99], "It stopped with"),
     ("policy_loss", loss_without_a_gradient, "No gradient flows"),
-    ("policy_loss", lambda logprobs, *args: ppo.policy_loss(logprobs.sub_(0.1), *args), "changes its argument"),
     ("value_loss", lambda v, old, *rest: ppo.value_loss(v, v, *rest[:2], 1.0), "The clip is missing"),
 ]
 
@@ -93,28 +94,93 @@ def test_a_file_half_done(tmp_path):
     bodies = {"gae": "return rewards, 1 / 0", "dpo_loss": "raise SystemExit(0)"}
     code, text, _ = graded(tmp_path, masked_mean="return x[mask].sum() / max(mask.sum(), 1)", **bodies)
     assert code == 1 and f" 1 done, 2 wrong, {len(NAMES) - 3} not done yet, first mend dpo_loss " in text, text
-    assert "return rewards, 1 / 0" in text and "It stopped with SystemExit: 0" in text and "grading.py" not in text, (
-        text
-    )
+    assert "return rewards, 1 / 0" in text and "It stopped with SystemExit: 0" in text and "grading.py" not in text
+
+
+# --- Marks
+
+
+@pytest.fixture
+def handed_in(tmp_path):
+    """A student's folder with all answers, to the numbers of handout.md, and with runs that end as ours do."""
+    answers = "".join(f"{name} = {right:.4g}\n" for name, (right, _) in mark.right_answers(mark.draw("")).items())
+    (tmp_path / "answers.toml").write_text(answers)
+    for name, ends in json.loads(mark.OURS.read_text()).items():
+        for seed, end in enumerate(ends, 1):
+            run = tmp_path / f"runs/{name}-{seed}"
+            run.mkdir(parents=True)
+            (run / "args.json").write_text(json.dumps(mark.RUNS[name] | {"seed": seed}))
+            rows = [{mark.METRIC: 0.0}, {mark.METRIC: end}, {}]
+            (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_the_handout_has_the_thresholds_and_numbers():
+    page = mark.HANDOUT.read_text("utf-8")
+    assert mark.with_table(page, "thresholds", mark.table()) == page
+    assert mark.with_table(page, "numbers", mark.number_table(mark.draw(""))) == page
+
+
+def points(marks):
+    """Got, and of how many."""
+    return tuple(sum(x[i] for x in marks.values()) for i in (0, 1))
+
+
+def test_right_answers_and_runs_get_all_points(handed_in):
+    assert points(mark.answers(handed_in)) == (16, 16) and points(mark.runs(handed_in)) == (21, 21)
+
+
+def test_a_wrong_number_is_named(handed_in):
+    for name, (_, mistakes) in mark.right_answers(mark.draw("")).items():
+        for x, sentence in mistakes.items():
+            (handed_in / "answers.toml").write_text(f"{name} = {x:.4g}\n")
+            marks = mark.answers(handed_in)
+            assert marks[name][0] == 0 and sentence in marks[name][2] and points(marks) == (0, 16)
+
+
+# --- A student's folder
+
+ADA, BOB = "Ada Lovelace", "Bob"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of Ada, as it was released."""
+    folder = tmp_path_factory.mktemp("students") / "ada"
+    release.release(folder, ADA)
+    return folder
+
+
+def lines_of_solutions():
+    """The longer lines of code in the solutions, in lecture/ and in the scripts."""
+    for file in [*SCRIPTS, *(str(path.relative_to(ROOT)) for path in (ROOT / "lecture").glob("*.py"))]:
+        for name, node in defined_in(file).items():
+            if name in mark.FUNCTIONS:
+                body = ast.parse(source_of(file, node)).body[0].body[1:]
+                for statement in body:
+                    yield from (line.strip() for line in ast.unparse(statement).splitlines() if len(line.strip()) > 24)
+
+
+def test_no_text_has_a_line_of_a_solution(folder):
+    lines = set(lines_of_solutions())
+    assert len(lines) > 40
+    for file in [*folder.rglob("*.py"), *folder.glob("*.md"), *folder.glob("*.json")]:
+        text = file.read_text("utf-8")
+        if file.suffix == ".py":
+            text = ast.unparse(ast.parse(text))  # as the lines above are written
+        found = [line for line in lines if line in text]
+        assert not found, (file.name, found)
+
+
+# --- The museum of bugs
+
+BUGS = tomllib.loads(text_of("exercises/bugs/bugs.toml"))["bug"]
 
 
 @pytest.mark.slow
-def test_a_function_that_ends_python_or_never_ends_is_named(tmp_path):
-    for body, words in (
-        ("import os; os._exit(0)", "ended Python"),
-        ("\n    while True:\n        pass", "took more than"),
-    ):
-        code, _, said = graded(tmp_path, "-k", "gae", "--seconds=5", gae=body)
-        assert code == 2 and f"The exercise gae {words}" in said
-
-
-@pytest.mark.slow
-def test_the_capstone_trains_with_the_students_functions(tmp_path, monkeypatch):
-    """A small run with our solutions gets as far as the script itself; with a wrong sign it does not."""
-    metric, words, _ = capstone.RUNS["ppo"]
-    small = {"total_episodes": 128, "batch_size": 16, "response_length": 10}
-    monkeypatch.setitem(capstone.RUNS, "ppo", (metric, words, small))
-    ours = [capstone.train("ppo", {}), [0.0, 0.1]]
-    assert capstone.verdict("ppo", capstone.train("ppo", {"gae": ppo.gae, "policy_loss": ppo.policy_loss}), ours)[0]
-    turned = lambda *args: (-ppo.policy_loss(*args)[0], *ppo.policy_loss(*args)[1:])  # noqa: E731
-    assert not capstone.verdict("ppo", capstone.train("ppo", {"policy_loss": turned}), ours[:1])[0]
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["name"])
+def test_a_planted_bug_is_caught_and_the_healthy_file_is_not(bug):
+    """By the property that the gallery names. All other checks of the file hold, so that its sentence comes alone."""
+    holds = getattr(checks, bug["property"])
+    for text, is_healthy in ((play.healthy(bug["script"]), True), (play.plant(bug), False)):
+        assert is_healthy == holds(lambda text=text, **settings: play.small(bug["script"], text, **settings))

@@ -43,3 +43,18 @@ def test_reward_model_learns(tmp_path, seed, clear_pairs):
     assert last["eval/accuracy"] > 0.58
     assert last["eval/loss"] < 0.75
     assert abs(last["eval/mean_reward"]) < 0.5
+
+
+OF_RLOO = [(1, {}), (2, {"rloo_k": 2}), (3, {"token_level_kl": True})]
+
+
+@pytest.mark.parametrize("seed, settings", slow_but([(1, {})], OF_RLOO))
+def test_rloo_learns(tmp_path, seed, settings):
+    """Four updates raise the learned score: mean of the last two less the first.
+
+    Over three seeds it was 1.1 to 1.5; with the advantages' sign turned, -0.7 at best.
+    """
+    sizes = dict(batch_size=64, total_episodes=4 * 64, response_length=16, dataset_test_split="none")
+    lines = run("rloo", tmp_path, seed=seed, learning_rate=3e-3, kl_coef=0.1, **sizes, **settings)
+    scores = [line["objective/scores"] for line in lines]
+    assert sum(scores[-2:]) / 2 - scores[0] > 0.3

@@ -93,7 +93,7 @@ def worlds(tmp_path_factory, uneven):
     few = folder / "prompts"  # so few that even groups of four responses take them in two passes
     few.mkdir()
     (few / "train.jsonl").write_text("\n".join(lines_of("toy/data/prompts/train.jsonl")[:5]))
-    data = {"toy": str(few), "llama": uneven("prompts", 1600)}
+    data = {"toy": str(few), "llama": uneven("prompts", 64)}
 
     files = {"toy": "toy/data/preferences/train.jsonl", "llama": f"{uneven('sft', 12)}/train.jsonl"}
     for world, file in files.items():

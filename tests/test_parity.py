@@ -1,9 +1,9 @@
 """One whole update of ppo.py and rloo.py against one of TRL 0.16.1's PPOTrainer and RLOOTrainer, in float32.
 
 tests/golden/make_trl016.py ran TRL's own trainers on tiny models with fixed responses and wrote down what they made.
-Here `train` itself runs, on a folder with TRL's policy, another with its reward model, and a tokenizer of whole words.
-Chance is TRL's: torch.randperm gives its orders, and torch.rand numbers at which its responses are drawn. In the cases
-`full` all responses run to full length, in `eos` they end anywhere; `steps` are 2 epochs of 2 mini-batches.
+Here `train` itself runs on TRL's policy, reward model, prompts and chance: torch.randperm gives its orders, torch.rand
+numbers at which its responses are drawn. In the cases `full` all responses run to full length, in `eos` they
+end anywhere; `steps` are 2 epochs of 2 mini-batches.
 
 Where TRL 0.16.1 has a fault, or made another choice, the test does as TRL does, and then nothing else differs:
 

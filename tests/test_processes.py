@@ -56,6 +56,7 @@ CASES = slow_but(["ppo 3", "grpo 2", "reward_model 0"], [name for name in RUNS i
 SAVED = dict(total_episodes=24, num_ppo_epochs=1, save_steps=1, save_total_limit=9)
 
 REWARDS = """
+import itertools
 import os
 import signal
 
@@ -65,7 +66,8 @@ def length(prompts, completions, **_):
 
 
 def some(prompts, completions, **_):  # in half of the groups all are equal; each process sees whole groups
-    assert all(x == prompts[i - i % 4] for i, x in enumerate(prompts))
+    sizes = [len(list(group)) for _, group in itertools.groupby(prompts)]
+    assert all(n % 4 == 0 for n in sizes) or set(sizes) == {1}  # of evaluations
     return [len(y) * (sum(map(ord, x)) % 2) for x, y in zip(prompts, completions)]
 
 

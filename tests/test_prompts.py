@@ -3,8 +3,6 @@
 import pytest
 import torch
 from runs import run, slow_but
-from sources import ROOT
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tiny import ARCHITECTURES, tiny_model, tiny_rollout
 
@@ -78,7 +76,7 @@ def test_a_run_with_shared_prompts_is_the_one_without(name, case, tiny, tmp_path
     settings |= dict(batch_size=12, total_episodes=24, num_ppo_epochs=2, response_length=8) | CASES[case]
     settings["adam_epsilon"] = 1e-3  # else a gradient that is 0 but for rounding makes a whole step
     settings |= dict(num_generations=3, beta=0.1) if name == "grpo" else dict(rloo_k=3, kl_coef=0.0)
-    settings |= dict(reward_fn=(f"{__file__}:starts_with_a_vowel",))
+    settings |= dict(reward_fn=(f"{__file__}:starts_with_a_vowel", *["reward_model"] * (name == "rloo")))
     shared = run(SCRIPTS[name], tmp_path / "shared", **settings)
     no_sharing()
     whole = run(SCRIPTS[name], tmp_path / "whole", **settings)
@@ -89,50 +87,6 @@ def test_a_run_with_shared_prompts_is_the_one_without(name, case, tiny, tmp_path
 
 def starts_with_a_vowel(completions, **columns):
     return [float(text.strip()[:1].lower() in "aeiou") for text in completions]
-
-
-def test_recomputed_layers_read_whole_rows():
-    """Layers that are computed again would write into the cache twice."""
-    policy = tiny_model("mixtral")
-    args = grpo.Args(device="cpu", gradient_checkpointing=True)
-    assert len(read(policy, groups(policy), args)[2]) == 1
-
-
-def test_a_micro_batch_has_the_rows_of_a_group_side_by_side():
-    """In whatever order they come: of a short, a long and a middling group, those that are to come first, first."""
-    ids, lengths = torch.arange(9)[:, None], torch.tensor([1, 2, 1, 9, 1, 1, 1, 5, 1])
-    mask = torch.arange(9) < lengths[:, None]
-    rollout = grpo.Rollout(ids, ids > -1, mask.long(), mask, mask[:, 0], mask / 8, [{}] * 9, 3)
-    args = grpo.Args(device="cpu", micro_batch_size=3)
-    for rows in (torch.arange(9), torch.tensor([5, 2, 7, 3, 1, 4, 8, 6, 0])):
-        parts = rollout.micro_batches(rows, args)
-        assert [part.tolist() for part in parts] == [[0, 1, 2], [6, 7, 8], [3, 4, 5]]
-        parts = rollout.micro_batches(rows, args, torch.arange(9) // 3 == 1)
-        assert [part.tolist() for part in parts] == [[3, 4, 5], [0, 1, 2], [6, 7, 8]]
-
-
-@pytest.mark.parametrize("kind", sorted(COMMON - {"gpt_oss"}))
-def test_rewards_of_rows_behind_a_shared_prompt(kind, no_sharing):
-    """By a reward model that reads the policy's tokens."""
-    rollout = groups(tiny_model(kind))
-    rollout.rows = [{"prompt": "a text"}] * 6
-    model = tiny_model(kind, AutoModelForSequenceClassification, num_labels=1)
-    model.score = grpo.Head(model.score.weight)
-    model.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    model.has_same_tokens = True
-    args = grpo.Args(micro_batch_size=6, device="cpu")
-    sizes = []
-    model.base_model.register_forward_pre_hook(lambda *x: sizes.append(len(x[2]["input_ids"])), with_kwargs=True)
-
-    def rewards():
-        return rollout.in_micro_batches(lambda r: grpo.group_rewards(model, r, model.tokenizer, args), args)
-
-    shared = rewards()
-    no_sharing()
-    whole = rewards()
-    assert sizes == [4, 6, 6]
-    assert whole.std() > 0.1
-    torch.testing.assert_close(shared, whole, rtol=0, atol=1e-5)
 
 
 def test_equal_texts_get_equal_rewards(monkeypatch):

@@ -1,6 +1,5 @@
 """reward_model.py: its head, lost EOS, evaluation by hand, and what other programs read of it."""
 
-import math
 from collections import Counter
 from types import SimpleNamespace
 
@@ -43,11 +42,7 @@ def test_the_end_of_a_text_says_nothing_about_its_pair():
     assert set(counts) == {(False, False), (False, True), (True, False), (True, True)}
     assert counts[True, True] / 4000 == pytest.approx(1 / 16, abs=0.02)
     assert counts[True, False] / 4000 == pytest.approx(3 / 16, abs=0.03)
-
-
-def test_a_text_without_end_loses_nothing():
-    """One that was cut to max_length."""
-    (shown,) = reward_model.drop_eos([pair_of([5, EOS], [5, 6])], TOKENIZER, 1.0)
+    (shown,) = reward_model.drop_eos([pair_of([5, EOS], [5, 6])], TOKENIZER, 1.0)  # one that was cut to max_length
     assert shown.chosen.tolist() == [5] and shown.rejected.tolist() == [5, 6]
 
 
@@ -76,18 +71,6 @@ def rewards(model, pairs):
     return [torch.stack([reward(model, pair[side]) for pair in pairs]) for side in (0, 1)]
 
 
-def calibration_error(differences):
-    """Ten bins of |difference|, as equal as can be: distance of predicted from observed share of right pairs."""
-    ordered = sorted(differences, key=abs)
-    size, more = divmod(len(ordered), 10)
-    error = 0.0
-    for i in range(10):
-        part = [ordered.pop(0) for _ in range(size + (i < more))]
-        predicted = sum(1 / (1 + math.exp(-abs(x))) for x in part)
-        error += abs(predicted - sum(x > 0 for x in part))
-    return error / len(differences)
-
-
 @torch.no_grad()
 def evaluation(model, tests):
     """What reward_model.py should log of the test split."""
@@ -95,8 +78,9 @@ def evaluation(model, tests):
     both = torch.cat([chosen, rejected])
     gap = chosen - rejected
     figures = dict(loss=(1 + (-gap).exp()).log().mean(), accuracy=(chosen > rejected).float().mean(), margin=gap.mean())
-    figures |= dict(calibration_error=torch.tensor(calibration_error(gap.tolist())))
-    figures |= dict(mean_reward=both.mean(), std_reward=both.std())
+    bins = np.array_split(sorted(gap.tolist(), key=abs), 10)  # predicted and observed shares of right pairs in each
+    errors = [abs((1 / (1 + np.exp(-abs(x)))).sum() - (x > 0).sum()) for x in bins]
+    figures |= dict(mean_reward=both.mean(), std_reward=both.std(), calibration_error=sum(errors) / len(gap))
     return {f"eval/{name}": x.item() for name, x in figures.items()}
 
 

@@ -72,7 +72,6 @@ GOOD, BAD = "The film is good.<|end|>", "The film is bad.<|end|>"
 FORMS = {  # scripts, row, texts that their models read
     "a prompt": (OF_PROMPTS, dict(prompt="The film", answer=None), ["The film"]),
     "messages": (OF_PROMPTS, dict(prompt=talk("The film?"), tools=None, chat_template_kwargs=None), [ASKED]),
-    "a conversation": (OF_PROMPTS, dict(prompt=talk("So?", "So.", "The film?")), [SO + ASKED]),
     "tools and options": (
         OF_PROMPTS,
         dict(prompt=talk("The film?"), tools=TOOLS, chat_template_kwargs={"quiet": True}),
@@ -194,17 +193,6 @@ def test_files_and_their_splits(form, tmp_path, start, capsys):
     assert is_in(read_as("I thought"), read) == form.startswith("a folder")
     suffix = form.split()[-1]
     assert f"{tmp_path}/train.{suffix}" in capsys.readouterr().out
-
-
-def test_values_of_jsonl_stay_what_they_are(tmp_path, start):
-    """Reward functions get dates as texts, and numbers of two types in one column."""
-    values = ["2024-01-01", "007", 72, 3.5, None, True, {"a": [1, "x"]}, "Zürich \u2028 \x1f"]
-    code = f"import json\n\ndef f(prompts, value, **_):\n    assert all(x in {values!r} for x in value)\n    "
-    code += f"types = {{json.dumps(x): type(x) for x in {values!r}}}\n    "
-    code += "assert all(type(x) is types[json.dumps(x)] for x in value)\n    return [len(prompts)] * len(prompts)\n"
-    (tmp_path / "r.py").write_text(code)
-    rows = [{"prompt": "The film", "value": value} for value in values]
-    start("ppo", rows, reward_fn=(f"{tmp_path}/r.py:f",), batch_size=8)
 
 
 # --- And back

@@ -1,6 +1,5 @@
 """tools/seeds.py and make_fork.py: what is said of paired seeds, which runs are made, what is not overwritten."""
 
-import subprocess
 import sys
 
 import pytest
@@ -53,23 +52,6 @@ def test_runs_are_made_once_until_their_program_changes(tmp_path, monkeypatch, c
         said = capsys.readouterr().out
         assert [row for row in said.splitlines() if "score" in row and "21 ± 7.1" in row and "22.5 ± 7.8" in row]
         assert "time/" not in said
-
-
-def test_a_changed_reward_is_run_again(tmp_path):
-    """However its flag is written."""
-    program, reward, files = tmp_path / "program.py", tmp_path / "r.py", []
-    program.write_text("")
-    for sign, text in (" ", "a"), (" ", "b"), ("=", "b"), ("=", "c"):
-        reward.write_text(text)
-        files += [run.file for run in seeds.plan(f"{program} --reward-fn{sign}{reward}:f", 1, tmp_path)]
-    assert len({*files}) == 4
-
-
-def test_two_equal_sides_are_refused(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, ROOT / "tools/seeds.py", "program.py", "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode and "two different sides" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_fork_is_not_overwritten(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from runs import GOLD, NAMES, lines_of, main, run, script, write_rows
+from sources import lines_of as lines_of_file
 
 
 @pytest.mark.parametrize("name", NAMES[:1])
@@ -27,20 +28,16 @@ OF_PPO = [  # and what the message says
     (dict(batch_size=64, total_episodes=10), "64"),
     (dict(response_length=159), "tokens"),
     (dict(dataset="FOLDER/prompts.jsonl", max_prompt_length=2), "no prompts"),
-    (dict(dataset="FOLDER/nothing.jsonl"), "no prompts"),
     (dict(reward_weights=(1.0, 2.0)), "reward-weights"),
     (dict(reward_fn=(GOLD, GOLD)), "gold_score"),
-    (dict(reward_fn=("gold_score",)), "file.py:name"),
     (dict(reward_fn=("FOLDER/r.py:one",)), "1 rewards for 64 rows"),
     (dict(reward_fn=("FOLDER/r.py:endless",)), "infinite"),
     (dict(zero_stage=3), "torchrun"),
+    (dict(stop_token=("eos", "the end of it all")), "the end of it all"),
+    (dict(model="toy/shells/sft", stop_token=("zyzzyva",)), "zyzzyva"),  # a tokenizer of words reads it as one token
 ]
 WRONG = [("ppo", *case) for case in OF_PPO]
-WRONG += [
-    ("rloo", dict(rloo_k=5), "5"),
-    ("grpo", dict(num_generations=3), "3"),
-    ("agent", dict(num_generations=3), "3"),
-]
+WRONG += [("rloo", dict(rloo_k=5), "5"), ("grpo", dict(num_generations=3), "3")]
 WRONG += [(name, dict(dataset_train_split="nosuch"), "") for name in ("ppo", "sft", "dpo")]
 WRONG = [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in WRONG if case[0] in NAMES]
 
@@ -49,7 +46,6 @@ WRONG = [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in WRONG if cas
 def test_what_does_not_go_together(name, settings, word, tmp_path):
     """Settings and data end the run with a sentence of ours, before it has trained."""
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": "The film was long and I liked it"}] * 3)
-    write_rows(tmp_path / "nothing.jsonl", [])
     (tmp_path / "r.py").write_text(REWARDS)
     settings = json.loads(json.dumps(settings).replace("FOLDER", str(tmp_path)))
     settings = {key: tuple(x) if isinstance(x, list) else x for key, x in settings.items()}
@@ -81,3 +77,23 @@ def test_default_learning_rates_and_sizes(monkeypatch):
         found = [choose(lora_r=r, device="cpu").learning_rate for r in (0, 4)]
         assert found == pytest.approx([rate, 10 * rate], rel=0.02)  # they have two digits
     assert [choose(device=device).micro_batch_size for device in ("cpu", "cuda")] == [16, 8192 // (11 + 53)]
+
+
+TRL_COMMAND = (
+    "--dataset_name {0}/data --dataset_train_split descriptiveness --learning_rate 3e-6 --output_dir {0}/out "
+    "--per_device_train_batch_size 32 --gradient_accumulation_steps 1 --total_episodes 64 --missing_eos_penalty 1.0 "
+    "--model_name_or_path toy/sft --sft_model_path toy/sft --reward_model_path toy/reward_model --device cpu "
+    "--num_mini_batches 2 --local_rollout_forward_batch_size 16 --stop_token eos --dataset_test_split none "
+    "--num_generations 4 --max_completion_length 6 --num_iterations 2 --epsilon 0.1 --beta 0.03"  # since 0.22
+)
+
+
+def test_a_command_of_trls_pages_trains(tmp_path):
+    """With local folders for the hub's names and fewer episodes."""
+    (tmp_path / "data").mkdir()
+    rows = "\n".join(lines_of_file("toy/data/prompts/train.jsonl")[:64])
+    (tmp_path / "data/descriptiveness.jsonl").write_text(rows)
+    main("rloo", *TRL_COMMAND.format(tmp_path).split())
+    args = json.loads((tmp_path / "out/args.json").read_text())
+    names = "batch_size rloo_k response_length num_ppo_epochs cliprange kl_coef learning_rate"
+    assert [args[name] for name in names.split()] == [64, 4, 6, 2, 0.1, 0.03, 3e-6]

@@ -22,15 +22,12 @@ def as_text(ids):
     return np.array(ids), np.ones(len(ids), bool)
 
 
-@pytest.mark.parametrize("case, has_eos, passes", [("one_buffer", 1, 1), ("no_concat_token", 0, 1), ("infinite", 1, 2)])
-def test_packing_against_trl07(case, has_eos, passes):
-    """Blocks of constant length against TRL 0.7.11; its endless stream is two passes joined, cut off at 12 blocks."""
+def test_packing_against_trl07():
+    """Blocks of constant length, of two passes joined, against TRL 0.7.11."""
     i, o = golden("trl0711_sft_packing")
-    theirs = o["packing"][case]
-    theirs = theirs["first_12"] if case == "infinite" else theirs["packed"]
-    rows = [i["tokenized"][text].tolist() + [i["eos_id"]] * has_eos for text in i["texts"] * passes]
+    rows = [i["tokenized"][text].tolist() + [i["eos_id"]] for text in i["texts"] * 2]
     blocks = sft.pack([as_text(row) for row in rows], i["seq_length"])
-    assert [ids.tolist() for ids, _ in blocks][:12] == theirs.tolist()
+    assert [ids.tolist() for ids, _ in blocks][:12] == o["packing"]["infinite"]["first_12"].tolist()
 
 
 @pytest.mark.parametrize("num_tokens, blocks", [(7, 1), (8, 2), (9, 2), (11, 2), (12, 3)])
@@ -66,14 +63,6 @@ def test_only_the_completion_and_its_end_have_a_loss(tmp_path):
     assert read(tmp_path, [row]) == [("The film", f" is a gem.{TOKENIZER.eos_token}")]
     assert read(tmp_path, [row], completion_only_loss=False) == [("", f"The film is a gem.{TOKENIZER.eos_token}")]
     assert read(tmp_path, [{"text": "The film is a gem."}]) == [("", f"The film is a gem.{TOKENIZER.eos_token}")]
-
-
-def test_a_text_is_cut_and_one_without_a_label_is_left_out(tmp_path):
-    rows = [
-        {"prompt": "The film", "completion": " is a gem."},
-        {"prompt": "The film is a gem. It", "completion": " sings."},
-    ]
-    assert read(tmp_path, rows, limit=4) == [("The film", " is a")]
 
 
 def test_a_template_that_changes_the_prompt_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""tools/trace.py: the numbers on a page are those of the run, and it loads nothing."""
+"""tools/trace.py and xray.py: the numbers on a page are those of the run, and it loads nothing."""
 
 import json
 import re
@@ -6,11 +6,15 @@ import runpy
 import sys
 
 import pytest
+import torch
 from elements import Elements
+from safetensors.torch import save_file
 from sources import ROOT, text_of
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(ROOT / "tools"))
 import recorder  # noqa: E402
+import xray  # noqa: E402
 
 trace = runpy.run_path(str(ROOT / "tools/trace.py"), run_name="tools.trace")  # the name is that of a module of Python's
 
@@ -36,20 +40,17 @@ def train(args):
 def read_command_line():
     return 3
 """
-SHORT = ("def train(args):\n    for step in range(args)", "for step in range(3)")  # what makes a short file of it
 
 
-def record(folder, old="", new="", name="file.py"):
-    """Records the file, or that file with something in place of something else."""
-    (folder / name).write_text(FILE.replace(old, new) if old else FILE, "utf-8")
-    return recorder.Recorder(folder / name).run()
+def record(folder):
+    (folder / "file.py").write_text(FILE, "utf-8")
+    return recorder.Recorder(folder / "file.py").run()
 
 
-@pytest.mark.parametrize("change", [("", ""), SHORT], ids=["a script", "a short file"])
-def test_a_record_has_each_line_and_what_it_made(change, tmp_path):
+def test_a_record_has_each_line_and_what_it_made(tmp_path):
     """One pass of the loop; a number that is changed later stays in the record as it was. Micro-batches have the rows,
     tokens and mask that they have in the batch."""
-    seen = record(tmp_path, *change)
+    seen = record(tmp_path)
 
     def made(line):
         steps = [step for step in seen.steps if seen.text.splitlines()[step.line - 1].strip().startswith(line)]
@@ -62,15 +63,6 @@ def test_a_record_has_each_line_and_what_it_made(change, tmp_path):
     parts = [seen.values[step.made["part"]] for step in seen.steps if "part" in step.made]
     assert [(part.rows, part.tokens.tolist()) for part in parts] == [([1], [[4, 5, 6]]), ([0], [[1, 2, 3]])]
     assert parts[0].mask.tolist() == [[True, True, False]]
-
-
-def test_the_first_difference_of_two_files_is_found(tmp_path):
-    for old, new, found in (  # a line is rewritten, or one more
-        ("+= 10", "+= 11", "x[:, t] += 11 * x[:, t + 1]\n  x[0, 1] is 35, and was 32"),
-        ("x.clone()\n", "x.clone()\n    x[0, 0] = 5\n", "x[0, 0] = 5\n  x[0, 0] is 5, and was 1"),
-    ):
-        fork = record(tmp_path, old, new, "fork.py")
-        assert trace["compare"](fork, record(tmp_path), {"values": [], "layouts": []}).endswith(found)
 
 
 def test_the_page_loads_nothing_and_shows_text_as_text(tmp_path):
@@ -93,3 +85,57 @@ def test_the_pages_of_docs(name):
         json.loads(re.search(r"^const data = (.*)$", page, re.M)[1])["source"]
         == text_of(f"lecture/{name}.py").splitlines()
     )
+
+
+# --- tools/xray.py: whatever a model writes reaches the page as text
+
+HOSTILE = ["</script>", "<script>document.title='broken'</script>", "<!--", "&lt;", "\n", "\x1b"]
+tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+tokenizer.add_tokens(HOSTILE)  # each is one token
+
+
+def write_samples(run, step, responses, **tensors):
+    """A file of samples of a run: one prompt, and responses as lists of tokens."""
+    ids = tokenizer.pad({"input_ids": responses}, padding_side="right", return_tensors="pt")
+    prompts = torch.tensor([[0, *tokenizer("<img src=x>")["input_ids"]]] * len(responses))
+    prompt_mask = torch.arange(prompts.shape[1]).expand_as(prompts) > 0
+    tensors |= dict(prompts=prompts, prompt_mask=prompt_mask)
+    tensors |= dict(responses=ids["input_ids"], mask=ids["attention_mask"].bool())
+    (run / "samples").mkdir(exist_ok=True)
+    save_file({name: x.contiguous() for name, x in tensors.items()}, run / f"samples/step-{step:08d}.safetensors")
+
+
+def data_of(text):
+    """The data in a page."""
+    return json.loads(re.search(r'runs\.set\("\w+", (.*)\)', text)[1])
+
+
+def test_the_page_of_a_run(tmp_path):
+    """It loads nothing. Each number of a token is a colour, cut to the mask; NaN and infinities are none, and what an
+    environment wrote has none."""
+    tokenizer.save_pretrained(tmp_path)
+    hostile = tokenizer.convert_tokens_to_ids(HOSTILE)
+    nan = torch.nan
+    advantages = torch.tensor([[-3.0, 2.0, nan, torch.inf, 0.5, 0.123456], [1.0, 9.0, 9.0, 9.0, 9.0, 9.0]])
+    tensors = dict(advantages=advantages, alike=torch.tensor([[0.5], [-0.5]]), scores=torch.tensor([1.0, nan]))
+    tensors |= dict(old_logprobs=-torch.ones(2, 6), loss_mask=torch.ones(2, 6, dtype=torch.bool))
+    write_samples(tmp_path, 1, [hostile, hostile[:1]], **tensors)
+    written = torch.tensor([[True, False, True]])
+    write_samples(tmp_path, 7, [hostile[:3]], written=written, advantages=torch.ones(1, 1))
+    metrics = [{"objective/scores": float(i), "rewards/fn/mean": float(i), "objective/kl": None} for i in range(8)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+
+    page = xray.make_page(tmp_path)
+    elements = Elements(page)
+    assert not re.search(r"https?:|//\w+\.|@import|url\(|fetch\(|import\(|XMLHttp|innerHTML|insertAdjacent", page)
+    assert not {"src", "href", "onerror"} & elements.attributes and "default-src 'none'" in page
+    assert elements.tags.count("script") == page.count("</script>") == 3 and "img" not in elements.tags
+    data = data_of(page)
+    first, second, third = data["samples"]
+    assert first["tokens"] == HOSTILE and second["tokens"] == HOSTILE[:1] and third["tokens"] == HOSTILE[:3]
+    assert first["prompt"] == "<img src=x>" and (first["update"], third["update"]) == (1, 7)
+    assert first["columns"]["advantages"] == [-3, 2, None, None, 0.5, 0.1235] and first["columns"]["alike"] == [0.5] * 6
+    assert second["columns"] == {"advantages": [1], "old_logprobs": [-1], "alike": [-0.5]}
+    assert first["scores"] == {"scores": 1} and second["scores"] == {"scores": None}
+    assert third["told"] == [1] and third["columns"] == {"advantages": [1, None, 1]} and not first["told"]
+    assert data["last"] == 8

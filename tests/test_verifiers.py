@@ -8,7 +8,11 @@ from io import BytesIO
 import pytest
 import torch
 from PIL import Image
+from runs import run
+from sources import load, text_of
+from transformers import AutoModelForSequenceClassification, BertTokenizer, DistilBertConfig
 
+import ppo
 from rewards import jpeg, python_code, verifiers
 
 
@@ -80,9 +84,9 @@ def test_what_a_reader_sees_is_compared(name):
 LONG = ["", "#### \x00", "#### " + "9" * 10**6, "\\boxed{" * 10**4, "#### " + "0" * 198 + "725", "。 " * 10**5]
 
 
-@pytest.mark.parametrize("name", ["right_number", "last_number", "exact_match", "one_sentence"])
-def test_long_texts_earn_nothing_at_once(name):
-    assert [one(getattr(verifiers, name), text, answer=72) for text in LONG] == [0.0] * len(LONG)
+def test_long_texts_earn_nothing_at_once():
+    for name in ("right_number", "last_number", "exact_match", "one_sentence"):
+        assert [one(getattr(verifiers, name), text, answer=72) for text in LONG] == [0.0] * len(LONG)
 
 
 def test_sentiment():
@@ -102,14 +106,12 @@ def test_sentiment():
 
 
 COUNTDOWN = [
-    ("<think>hm</think><answer>(1 + 2) * 3</answer>", 9, [1, 2, 3], 1),
     ("<answer>8 / 3 * 3</answer>", 8, [8, 3, 3], 1),  # exact, where floats may miss
     ("<answer>1</answer> no, <answer>2 + 1</answer>", 3, [1, 2], 1),  # the last one
     ("<answer>1 + 2</answer>", "3", ["1", "2"], 1),  # columns of texts
     ("<answer>4 + 5</answer>", 9, [1, 2, 3], 0),  # other numbers
     ("<answer>1 + 2 + 3 + 3</answer>", 9, [1, 2, 3], 0),  # one twice
     ("<answer>12 + 3</answer>", 15, [1, 2, 3], 0),  # digits joined
-    ("<answer>(1 + 2) * 3", 9, [1, 2, 3], 0),
     ("<answer>\u200b1\u00a0+ 2</answer>", 3, [1, 2], 1),  # as a reader sees it
     ("", None, None, None),
 ]
@@ -138,16 +140,13 @@ def test_tags():
         assert verifiers.tagged(prompts=[prompt], completions=[answer.replace(" ", "\n")]) == [reward]
 
 
-def test_repetition_penalty():
-    """-(1 - different / all) of the tokens, so that no spaces are needed."""
+def test_penalties_of_repetition_and_length():
+    """-(1 - different / all) of the tokens, so that no spaces are needed; DAPO, eq. 13."""
     ids = [[1, 2, 3, 4], [1, 2], [], [1, 1, 1, 1, 1], [1, 2, 3, 1, 2, 3]]
     rewards = verifiers.repetition_penalty(completions=["喵喵喵喵喵"] * 5, completion_ids=ids)
     assert rewards == pytest.approx([0, 0, 0, 1 / 3 - 1, 3 / 4 - 1])
-
-
-def test_overlong_penalty():
-    penalty = verifiers.overlong_penalty(longest=10, buffer=4)  # DAPO, eq. 13
     ids = [[0] * n for n in (0, 6, 7, 8, 9, 10, 11, 50)]
+    penalty = verifiers.overlong_penalty(longest=10, buffer=4)
     assert penalty(completion_ids=ids) == [0, 0, -0.25, -0.5, -0.75, -1, -1, -1]
 
 
@@ -155,7 +154,6 @@ PROGRAMS = [
     ("Here:\n```python\ndef f(x):\n    return x\n```\nDone.", 1, 1),
     ("```python\ndef f(: pass\n```\n```python\ndef f(): pass\n```", 1, 1),  # the last one
     ("```python\nimport os; os.abort()\n```", 1, 0),  # it is not run
-    ("```python\n'\\d'\n```", 1, 0),
     ("def f(): pass", 0, 0),
     ("```python\n'\ud800'\n```", 0, 0),
     ("```python\n" + "x = 1\n" * 10**5 + "```", 0, 0),
@@ -186,3 +184,46 @@ def test_kilobytes_of_a_jpeg():
     size = len(file.getvalue()) / 1000
     assert jpeg.incompressibility(image, [""], [""]) == [size]
     assert jpeg.compressibility(image, [""], [""]) == [-size]
+
+
+# --- rewards/classifier.py, on a small DistilBERT with three labels
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "film", "is", "good", "bad", "."]
+LABELS = ["NEGATIVE", "NEUTRAL", "POSITIVE"]
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
+    labels = dict(id2label=dict(enumerate(LABELS)), label2id={name: i for i, name in enumerate(LABELS)})
+    sizes = dict(dim=16, n_layers=1, n_heads=2, hidden_dim=16, max_position_embeddings=32)
+    config = DistilBertConfig(vocab_size=len(WORDS), **sizes, **labels)
+    torch.manual_seed(0)
+    folder = tmp_path / "model"
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    BertTokenizer(str(tmp_path / "vocab.txt"), model_max_length=32).save_pretrained(folder)
+    return folder
+
+
+def test_the_score_is_the_logit_of_the_label(model, tmp_path):
+    """In a copy with another model; whatever else is in a batch; the last text is longer than the model reads."""
+    file = tmp_path / "classifier.py"
+    file.write_text(text_of("rewards/classifier.py").replace("lvwerra/distilbert-imdb", str(model)))
+    classifier = load(file)
+    prompts = ["the film is", "the film", "the film is good . "]
+    completions = [" good .", " .", "the film is bad . " * 10]
+    classifier.BATCH_SIZE = 2
+    scores = classifier.score(prompts, completions)
+    tokenizer = BertTokenizer.from_pretrained(model)
+    expected = []
+    for prompt, completion in zip(prompts, completions):
+        inputs = tokenizer(prompt + completion, truncation=True, return_tensors="pt")
+        logits = AutoModelForSequenceClassification.from_pretrained(model)(**inputs).logits
+        expected.append(logits[0, LABELS.index("POSITIVE")].item())
+    assert scores == pytest.approx(expected, abs=1e-5)
+    assert len(set(scores)) == 3
+
+
+def test_ppo_points_to_it_for_a_model_with_several_labels(model, tmp_path, tiny):
+    with pytest.raises(SystemExit, match="rewards/classifier.py"):
+        run(ppo, tmp_path / "run", reward_model=str(model), **tiny["ppo"])
