@@ -247,7 +247,8 @@ def report(folder: Path, no_capstone: bool) -> str:
         lines += [f"      {name}: {message}" for name, (_, _, message) in marks.items() if message]
     student = student_of(folder)
     whose = f"the numbers of {student}" if student else "answers.toml names no student: the numbers of handout.md"
-    return "\n".join([f"{folder}: {total} of {most} ({whose})", *lines])
+    left_out = " (the trainings have 6 more)" if no_capstone else ""
+    return "\n".join([f"{folder}: {total} of {most}{left_out} ({whose})", *lines])
 
 
 def main() -> None:
