@@ -662,7 +662,8 @@ def load_prompts(args, split, tokenizer):
         reserved = row.keys() & {"input_ids", "prompts", "prompts_text", "completions", "completion_ids"}
         require(not reserved, f"rename the column {reserved}: reward functions have arguments of that name")
         prompt = row.get("prompt")
-        require(prompt and isinstance(prompt, form), "'prompt' is empty, or not in all rows a text, or in all messages")
+        is_one = prompt and isinstance(prompt, form)
+        require(is_one, f"'prompt' should be a text in all rows, or messages in all rows, but this is {prompt!r:.60}")
         if form is str:
             return prompt
         check_messages(prompt, last="user")
