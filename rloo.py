@@ -899,6 +899,7 @@ def read_rows(name, config, split):
 
     path = Path(name)
     part, _, end = str(split).partition("[:")
+    require(not end or end[:-1].isdigit(), f"{split}: a split is a name, or like train[:9] for its first nine rows")
     files = [path] if path.is_file() and part == "train" else []
     files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
     if files and files[0].suffix == ".jsonl":

@@ -193,17 +193,10 @@ def points(images, prompts, metadata):
 """
 
 
-@pytest.fixture
-def rewards(tmp_path):
-    """rewards("shown", "equal") -> the names of these functions, for --reward-fn."""
-    file = tmp_path / "rewards.py"
-    file.write_text(REWARDS)
-    return lambda *names: tuple(f"{file}:{name}" for name in names)
-
-
-def test_rewards_add_up_with_their_weights(rewards):
+def test_rewards_add_up_with_their_weights(tmp_path):
     """What a function draws moves no number of the run's; what it does to its arguments reaches no other function."""
-    chain, args = toy_chain(reward_fn=rewards("shown", "points"), reward_weights=(2, -3))
+    (tmp_path / "r.py").write_text(REWARDS)
+    chain, args = toy_chain(reward_fn=(f"{tmp_path}/r.py:shown", f"{tmp_path}/r.py:points"), reward_weights=(2, -3))
     part = toy_rollout(chain, args)
     part.examples = [row | {"points": i} for i, row in enumerate(part.examples)]
     shown = part.images.mean((1, 2, 3)) + torch.arange(8)
@@ -226,12 +219,6 @@ def test_what_is_no_list_of_numbers_is_refused():
     for returned in ("12", {"1": "good", "2": "bad"}, [1.0], [1.0, None], np.ones(3)):
         with pytest.raises(SystemExit, match="list of 2 numbers"):
             ddpo.image_rewards(lambda *_, x=returned: x, part, args)
-
-
-def test_a_chain_whose_only_step_is_certain_is_refused(tmp_path):
-    model = other_schedule(tmp_path / "m", set_alpha_to_one=True)
-    with pytest.raises(SystemExit, match="--sample-num-steps"):
-        run(ddpo, tmp_path / "run", **TINY | dict(model=str(model), sample_num_steps=1))
 
 
 # --- Other models and options -----------------------------------------------------------------------------------------

@@ -156,9 +156,6 @@ def test_the_calculator(calculator):
     assert problem.step("so #### 1200.") == ("", 1.0, True)
 
 
-# --- Runs
-
-
 SPOILER = """
 class Spoiler:
     def __init__(self, row):

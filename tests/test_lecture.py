@@ -8,8 +8,10 @@ import json
 import math
 import re
 import shutil
+import sys
 from functools import partial
 
+import nbclient
 import pytest
 import torch
 from float64 import float64, in_float64, load_in_float64
@@ -18,6 +20,9 @@ from sources import ROOT, lines_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+sys.path.insert(0, str(ROOT / "tools"))
+from stepwise import make_notebook  # noqa: E402
 
 ALL = dict(batch_size=8, total_episodes=24)
 RL = ALL | dict(num_ppo_epochs=2, num_mini_batches=2, temperature=0.9, response_length=8, learning_rate=2e-3)
@@ -213,3 +218,15 @@ def test_the_short_form_is_the_script(script, world, seed, worlds, tmp_path, mon
     print(f"{script} {world} {seed}: largest difference {errors[worst]:.1e}, {worst}")
     assert errors[worst] < 1e-8, (worst, errors[worst])
     assert len(full[1]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo", "ddpo"])
+def test_a_notebook_runs(name, tiny, tmp_path):
+    """In a real Jupyter kernel, as tools/stepwise.py makes it, for three steps; its last cell prints."""
+    notebook = make_notebook(ROOT / f"lecture/{name}.py", [])
+    [cell] = [cell for cell in notebook.cells if "args = Args()" in cell.source]
+    cell.source = cell.source.replace("Args()", f"Args(**{tiny[name]}, output_dir={str(tmp_path / 'model')!r})")
+    nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(ROOT / "lecture")}}).execute()
+    assert [output for output in notebook.cells[-1].outputs if output.get("name") == "stdout"]
+    assert list(tmp_path.rglob("*.safetensors"))

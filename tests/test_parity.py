@@ -14,8 +14,8 @@ Where TRL 0.16.1 has a fault, or made another choice, the test does as TRL does,
   is room, so that the value there is trained too           and value loss is true for one position more
   RLOO: a group's rows are B/K apart                        TRL's rows are put in our order, a group together
 
-Not compared, because TRL's numbers mean something else: in `eos`, means over tokens (padding is counted) and the number
-of EOS (RLOO also counts what was drawn after EOS); objective/scores with normalize_reward (those normalised: 0).
+Not compared: in `eos`, means over tokens and the number of EOS, in which TRL counts padding; with normalize_reward,
+objective/scores, which are the normalised ones.
 """
 
 import json

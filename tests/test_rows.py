@@ -115,7 +115,6 @@ WRONG_MESSAGES = {  # in any column of messages
     "a text and messages": "The film?",
     "one message": {"role": "user", "content": "The film?"},
     "null": None,
-    "no content": [{"role": "user"}],
     "ShareGPT": [{"from": "human", "value": "The film?"}],
     "another role": [{"role": "human", "content": "The film?"}],
     "another key": [{"role": "user", "content": "The film?", "name": "Eve"}],
@@ -144,7 +143,6 @@ WRONG += [  # scripts, what is wrong, three good rows, the wrong row, the templa
     (OF_TEXTS, "another column", dict(text="The film"), dict(words="The film")),
     (OF_TEXTS, "no object", dict(text="The film"), ["The film"]),
     (OF_TEXTS, "no answer", CHAT, dict(messages=talk("The film?"))),
-    (OF_TEXTS, "no messages", CHAT, dict(messages=None)),
     (OF_TEXTS, "ShareGPT", CHAT, dict(messages=[*talk("The film?"), {"from": "gpt", "value": "It is good."}])),
     (OF_TEXTS, "a conversation as JSON", CHAT, dict(messages=json.dumps(talk("The film?", "Good.")))),
     (OF_TEXTS, "the user completes", SAID, SAID | dict(completion=talk("B"))),
@@ -154,7 +152,6 @@ WRONG += [  # scripts, what is wrong, three good rows, the wrong row, the templa
     (OF_PAIRS, "a margin of NaN", PAIR, PAIR | dict(margin=math.nan)),
     (OF_PAIRS, "two answers", PAIR_OF_CHATS, PAIR_OF_CHATS | dict(chosen=talk("B", "C")[::-1])),
     (OF_PAIRS, "a text and messages", PAIR, PAIR | dict(chosen=say("Good."))),
-    (OF_PAIRS, "the prompt is answered", PAIR_OF_CHATS, PAIR_OF_CHATS | dict(prompt=talk("A?", "D"))),
     (OF_PAIRS, "no answer", TALKS, TALKS | dict(rejected=talk("The film?"))),
     (OF_PAIRS, "another beginning", TALKS, TALKS | dict(rejected=talk("The book?", "Bad."))),
 ]

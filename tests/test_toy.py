@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sources import load
 
-from toy import gold_score, make
+from toy import make
 
 shapes = load("toy/shapes/make.py", "make_shapes")
 TOY = Path(__file__).resolve().parent.parent / "toy"
@@ -19,19 +19,6 @@ def test_the_same_bytes_each_time(tmp_path):
     written = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file())
     assert len(written) == 9
     assert not [str(p) for p in written if (tmp_path / p).read_bytes() != (TOY / p).read_bytes()]
-
-
-BETTER = {
-    "The film is not bad.": "The film is bad.",
-    "It is dull, but the music is lovely.": "The music is lovely, but it is dull.",
-    "It is lovely.": "It is lovely. It is lovely. It is lovely. It is lovely. It is lovely.",
-    "The story is lovely.": "lovely wonderful superb brilliant lovely wonderful superb brilliant",
-}
-
-
-def test_gold_score_reads_english():
-    for better, worse in BETTER.items():
-        assert gold_score.gold_text_score(better) > gold_score.gold_text_score(worse) + 0.05
 
 
 @pytest.mark.slow

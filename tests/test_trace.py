@@ -105,11 +105,6 @@ def write_samples(run, step, responses, **tensors):
     save_file({name: x.contiguous() for name, x in tensors.items()}, run / f"samples/step-{step:08d}.safetensors")
 
 
-def data_of(text):
-    """The data in a page."""
-    return json.loads(re.search(r'runs\.set\("\w+", (.*)\)', text)[1])
-
-
 def test_the_page_of_a_run(tmp_path):
     """It loads nothing. Each number of a token is a colour, cut to the mask; NaN and infinities are none, and what an
     environment wrote has none."""
@@ -130,7 +125,7 @@ def test_the_page_of_a_run(tmp_path):
     assert not re.search(r"https?:|//\w+\.|@import|url\(|fetch\(|import\(|XMLHttp|innerHTML|insertAdjacent", page)
     assert not {"src", "href", "onerror"} & elements.attributes and "default-src 'none'" in page
     assert elements.tags.count("script") == page.count("</script>") == 3 and "img" not in elements.tags
-    data = data_of(page)
+    data = json.loads(re.search(r'runs\.set\("\w+", (.*)\)', page)[1])
     first, second, third = data["samples"]
     assert first["tokens"] == HOSTILE and second["tokens"] == HOSTILE[:1] and third["tokens"] == HOSTILE[:3]
     assert first["prompt"] == "<img src=x>" and (first["update"], third["update"]) == (1, 7)

@@ -154,7 +154,6 @@ PROGRAMS = [
     ("Here:\n```python\ndef f(x):\n    return x\n```\nDone.", 1, 1),
     ("```python\ndef f(: pass\n```\n```python\ndef f(): pass\n```", 1, 1),  # the last one
     ("```python\nimport os; os.abort()\n```", 1, 0),  # it is not run
-    ("def f(): pass", 0, 0),
     ("```python\n'\ud800'\n```", 0, 0),
     ("```python\n" + "x = 1\n" * 10**5 + "```", 0, 0),
     *((f"```python\n{piece * 9000}1\n```", 0, 0) for piece in ("(", "-", "[", "{1:", "f'{")),
