@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parent.parent
 SVG = ROOT / "runs/site"
-DRAW = {"experiments/draw.py": SVG, "exercises/bugs/gallery.py": SVG / "bugs"}  # what draws, and where
+DRAW = {"experiments/draw.py": (SVG, "docs"), "exercises/bugs/gallery.py": (SVG / "bugs", "docs/bugs")}
 AS_THEY_ARE = (".md", ".png", ".svg", ".html", ".json", ".jsonl")  # other files are source code
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")  # a file of the repository; a place in it may follow
 WIDE = ".md-grid { max-width: 75rem }\n"  # so that most lines of code fit
@@ -83,11 +83,18 @@ def page_of(path: Path) -> str:
     return LINK.sub(replace, text_of(path)) if path.suffix == ".md" else text_of(path)
 
 
+def draw_pictures() -> None:
+    """Draws the SVG of the programs that have drawn a PNG since."""
+    for program, (folder, pictures) in DRAW.items():
+        oldest = min((file.stat().st_mtime for file in folder.glob("*.svg")), default=0)
+        if oldest < max(file.stat().st_mtime for file in (ROOT / pictures).glob("*.png")):
+            subprocess.run([sys.executable, ROOT / program, "--svg", folder], check=True)
+
+
 def on_files(files: Files, config) -> Files:
     """Replaces the files of docs/ by those of the site."""
     if os.environ.get("SVG") != "false":
-        for program, folder in DRAW.items():
-            subprocess.run([sys.executable, ROOT / program, "--svg", folder], check=True)
+        draw_pictures()
     ours = [File.generated(config, "wide.css", content=WIDE)]
     for path in reached():
         place = place_of(path)
