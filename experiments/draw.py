@@ -246,7 +246,7 @@ def questions_teacher(axes):
     """Right answers against episodes, and against seconds."""
     rows = {name: runs for name, runs in by_name("questions").items() if name.startswith("teacher") and len(runs) > 1}
     rows = {name.removeprefix("teacher: "): runs for name, runs in rows.items()}
-    for panel, (axis, text) in zip(axes, {"episode": "episodes", "seconds": "CPU seconds"}.items()):
+    for panel, (axis, text) in zip(axes, {"episode": "episodes, logarithmic", "seconds": "CPU seconds"}.items()):
         draw_bands(panel, rows, "right", axis=axis)
         head(panel, "right answers to unseen prompts", text)
     axes[0].set_xscale("log"), axes[1].set_xlim(0, 4)
