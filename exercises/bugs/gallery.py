@@ -128,8 +128,7 @@ def draw(results: dict, bug: dict, file: Path) -> None:
 
 
 def both(results: dict, bug: dict, metric: str) -> str:
-    """A metric at the end of the runs, without and with a bug: means and standard deviations over the seeds; and whether
-    the difference is shown."""
+    """A metric at the end of the runs, without and with a bug: means and standard deviations over the seeds."""
     parts = []
     for fork in (name_of_healthy(bug), bug["name"]):
         values = [end(history, metric) for history in runs_of(results, bug, fork)]
