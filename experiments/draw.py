@@ -23,7 +23,6 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from record import GOLD as GOLD_MEAN, ROOT, by_name, smooth
 from real_data import GOLD, LEXICON, REWARD_MODEL
-from grpo import group_advantages
 from run_trl import TRAINERS
 
 OURS, OTHERS = "#2a6fbb", "#c46a2b"
@@ -183,17 +182,6 @@ def no_kl(axes):
     legend(axes[0])
 
 
-@picture("docs/frontier", 1, 1, 6, 4)
-def frontier(axes):
-    """Gold score against KL along the training, the mean over the seeds."""
-    panel = axes[0]
-    for script in ("dpo", "rloo", "ppo"):
-        kl, gold = (band(tables.learned(script), name)[1].mean(0) for name in ("objective/kl", GOLD_MEAN))
-        panel.plot(kl, gold, label=f"{script}.py")
-    panel.set(xlabel="KL to the reference, nats a response", ylabel="gold score")
-    legend(panel, size=10)
-
-
 @picture("docs/watch", 5, 2, 8, 11)
 def watch(axes):
     """A row of panels for each fault: what came out, and what shows it. Dotted: a bound that healthy runs keep."""
@@ -305,40 +293,6 @@ def ends(of: list[list[dict]], metric: str) -> list[tuple]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # docs/takeoff.md, docs/agent.md
-
-
-@picture("docs/questions-coin", 1, 2, 9, 3.6)
-def questions_coin(axes):
-    """Of a policy with one parameter, which is right with probability p = sigmoid(theta): by what each way to scale
-    multiplies the gradient of p, and the variance of the estimate. Lines: formulas. Points: 200,000 groups of eight."""
-    generator = torch.Generator().manual_seed(1)
-    p = torch.linspace(0.005, 0.995, 199)
-    weights = {"none": torch.ones_like(p), "group": (p * (1 - p)) ** -0.5, "mean": 1 / p}
-    labels = {"none": "1 (none)", "group": "1/√(p(1 − p)) (group)", "mean": "1/p (mean)"}
-    variances = {"no baseline": (1 - p) ** 2, "the group's mean": None, "leave one out": (1 - 2 * p) ** 2}
-    points = torch.tensor((0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.99))
-    measured = {name: [] for name in (*weights, *variances)}
-    for x in points:
-        right = (torch.rand(200_000, 8, generator=generator) < x).float()  # (groups, G)
-        slopes = right - x  # d log pi / d theta
-        for scale in weights:
-            advantages = group_advantages(right.flatten(), 8, scale).view(-1, 8)
-            measured[scale].append((advantages * slopes).mean() / (x * (1 - x)))
-        centred = right - right.mean(1, keepdim=True)
-        for name, advantages in zip(variances, (right, centred, centred * 8 / 7)):
-            measured[name].append(8 * (advantages * slopes).mean(1).var() / (x * (1 - x)))
-    for panel, lines in zip(axes, (weights, variances)):
-        for (name, line), colour in zip(lines.items(), ("#3b6ea8", "#8e5ba6", "#c0563f")):
-            if line is not None:
-                panel.plot(p, line, color=colour, label=labels.get(name))
-            panel.plot(
-                points, measured[name], "o", color=colour, markersize=4, label=name if panel is axes[1] else None
-            )
-        panel.set_xlabel("p, the chance of a right answer", fontsize=9)
-    axes[0].set_yscale("log"), axes[0].set_ylim(0.5, 200)
-    axes[0].set_title("weight of a prompt; points: groups of eight", fontsize=10)
-    axes[1].set_title("variance of one answer's gradient, over p(1 − p)", fontsize=10)
-    legend(*axes, size=8)
 
 
 @picture("docs/questions-takeoff", 1, 3, 13, 3.6)

@@ -174,34 +174,16 @@ def comparisons_of(pattern: str) -> list[dict]:
 def throughput_table() -> str:
     """The last comparison of each kind with TRL 0.16.1, in which TRL ran with freed memory kept, too; and GPT-2."""
     last = {(c["setting"], c["algorithm"]): c for c in comparisons_of("throughput*.json") if c["other"] == "TRL 0.16.1"}
-    lines = [["setting", "TRL, episodes/s", "freed memory kept", "ours", "**ratio**", "**to kept**", "TRL, GB", "ours"]]
+    lines = [["setting", "TRL, episodes/s", "ours", "**ratio**", "**to kept**", "TRL, GB", "ours"]]
     for key in sorted(last, reverse=True):
         summary = last[key]["summary"]
-        sides = [summary.get(name) for name in ("other", "kept", "ours")]
-        if not sides[1] and key != ("gpt2", "ppo"):  # of an older program of ours
+        if "kept" not in summary and key != ("gpt2", "ppo"):  # of an older program of ours
             continue
-        line = [" ".join(key), *(f"{side['episodes_per_second']:.3g}" if side else "–" for side in sides)]
+        sides = [summary[name] for name in ("other", "ours")]
+        line = [" ".join(key), *(f"{side['episodes_per_second']:.3g}" for side in sides)]
         line += [f"**{summary[x]['median']:.2f}**" if x in summary else "–" for x in ("speed", "speed_kept")]
-        lines.append([*line, *(f"{side['memory_mb'] / 1024:.2f}" for side in (sides[0], sides[2]))])
-    return markdown(lines, "lrrrrrrr")
-
-
-def prompts() -> str:
-    """GRPO with prompts of three lengths: our scripts before and after prompts were shared, and TRL."""
-    heads = ["tokens of a prompt", "type", "against", "theirs, s", "ours, s", "**ours / theirs**"]
-    lines = [[*heads, "the update alone", "theirs, GB", "ours, GB", "ours / theirs"]]
-    for c in comparisons_of("prompts*.json"):
-        ours, name = c["summary"]["ours"], c["other"] if "TRL" in c["other"] else "ours before"
-        for side, title in {"other": name, "kept": f"{name}, freed memory kept"}.items():
-            theirs = c["summary"].get(side)
-            if theirs:
-                ratios = {metric: f"{ours[metric] / theirs[metric]:.2f}" for metric in ours}
-                line = [str(c["geometry"]["prompt_lengths"][1]), "float32", title]
-                line += [f"{x['seconds_per_update']:.1f}" for x in (theirs, ours)]
-                line += [f"**{ratios['seconds_per_update']}**", ratios["update"]]
-                line += [f"{x['memory_mb'] / 1024:.2f}" for x in (theirs, ours)]
-                lines.append([*line, ratios["memory_mb"]])
-    return markdown(lines, "rllrrrrrrr")
+        lines.append([*line, *(f"{side['memory_mb'] / 1024:.2f}" for side in sides)])
+    return markdown(lines, "lrrrrrr")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,17 +236,6 @@ def liar() -> str:
     return markdown(lines)
 
 
-def groups() -> str:
-    """By the size of groups: each algorithm at equal episodes and at equal seconds."""
-    lines = [["answers to a prompt", "GRPO, 3,200 episodes: right", "GRPO, 3 s: right"]]
-    lines[0] += ["RLOO, 1,024 episodes: gold score", "RLOO, 20 s: gold score"]
-    for size in SIZES:
-        names = [f"{limit} lecture/{script}.py" for script in ("grpo", "rloo") for limit in ("episodes", "seconds")]
-        columns = ("end right 3", "end right 3", "end gold score 2", "end gold score 2")
-        lines.append([str(size), *(cell(asked(name, size), column) for name, column in zip(names, columns))])
-    return markdown(lines, "r" * 5)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # docs/takeoff.md
 
@@ -277,14 +248,12 @@ def take_off_cells(runs: list[dict]) -> list[str]:
 
 
 def takeoff_shares() -> str:
-    """Of each arm: how many runs take off, and how many more than of GRPO's; when; and what a table of means says."""
-    lines = [["", "take off", "share", "less GRPO's, paired", "half right after", "right in the end"]]
-    ends = {arm: [takeoff.outcome(run) for run in runs] for arm, runs in takeoff.arms().items()}
-    off = {arm: [end > 0.5 for end in found] for arm, found in ends.items()}
+    """Of each arm: how many runs take off, and how many more than of GRPO's."""
+    lines = [["", "take off", "share", "less GRPO's, paired"]]
+    off = {arm: [takeoff.outcome(run) > 0.5 for run in runs] for arm, runs in takeoff.arms().items()}
     for arm, runs in takeoff.arms().items():
         paired = "" if arm == "GRPO" else difference(off["GRPO"], off[arm], 2)
-        half = statistics.median(takeoff.half(run) for run, is_off in zip(runs, off[arm]) if is_off)
-        lines.append([arm, *take_off_cells(runs), paired, f"{half:.0f} updates", number(ends[arm], 2)])
+        lines.append([arm, *take_off_cells(runs), paired])
     return markdown(lines)
 
 
@@ -295,16 +264,15 @@ def takeoff_shares() -> str:
 def best_of_n() -> str:
     """What reward models know, what the best of n earns, and the peak and the end of PPO."""
     most = laws.BEST_OF[-1]
-    heads = ["parameters", "pairs", "unseen pairs right", f"best of {most}", "PPO: highest", "at d", "at the end"]
+    heads = ["parameters", "pairs", "unseen pairs right", f"best of {most}", "PPO: highest", "at the end"]
     lines = [heads]
     for (size, pairs), runs in laws.groups().items():
         gold = [laws.smooth(run["ppo"]["gold"]) for run in runs]
-        d = [laws.smooth(run["ppo"]["kl"]).clip(0) ** 0.5 for run in runs]
         line = [size, f"{pairs:,}", number([run["accuracy"] for run in runs], 2)]
         line += [number([run["best_of_n"]["gold"][-1] for run in runs], 2), number([g.max() for g in gold], 2)]
-        line += [number([x[g.argmax()] for x, g in zip(d, gold)], 1), number([g[-1] for g in gold], 2)]
+        line.append(number([g[-1] for g in gold], 2))
         lines.append(line)
-    return markdown(lines, "llrrrrr")
+    return markdown(lines, "llrrrr")
 
 
 def checks() -> str:
@@ -447,7 +415,7 @@ def real_game() -> str:
     return markdown(lines)
 
 
-TABLES = (beside, beside_trl, prompts, teacher, sampler, liar, groups)  # each has the name of its place on a page
+TABLES = (beside, beside_trl, teacher, sampler, liar)  # each has the name of its place on a page
 TABLES += (checks,)
 TABLES += (real_unseen, real_answers, real_sayings, real_policies, real_tasks, real_game)
 OTHERS = {"throughput": throughput_table, "takeoff": takeoff_shares, "best of n": best_of_n}

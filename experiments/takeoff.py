@@ -48,12 +48,6 @@ def arms() -> dict[str, list[dict]]:
     return {arm: [of[seed] for seed in common] for arm, of in runs.items()}
 
 
-def half(run: dict) -> int:
-    """The update after which the answers of five updates are first half right."""
-    right = run["curves"]["right"]
-    return next(x for x in range(5, UPDATES + 1) if sum(right[x - 5 : x]) >= 2.5 * BATCH)
-
-
 def sign(run: dict, name: str, update: int) -> float:
     """What one may read of a run after an update."""
     points = run["curves"][name]
