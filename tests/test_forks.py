@@ -38,6 +38,8 @@ def test_a_fork_of_the_full_script_does_what_its_page_says(name, tmp_path, monke
     monkeypatch.setattr("make_fork.ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["make_fork.py", name, "--script", "ppo.py"])
     main()
+    with pytest.raises(SystemExit, match="fork.py exists"):  # it may hold work
+        main()
     models = dict(model=f"{ROOT}/toy/sft", reward_model=f"{ROOT}/toy/reward_model")
     settings = tiny["ppo"] | models | dict(total_episodes=8)
     (line,) = run(load(tmp_path / "fork.py", "forked"), tmp_path / "run", **settings)

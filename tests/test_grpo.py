@@ -22,11 +22,6 @@ TOKENIZER = AutoTokenizer.from_pretrained(GOLDEN / "digits")
 LOSSES = ["dapo", "grpo", "dr_grpo", "bnpo", "cispo"]
 
 
-@pytest.fixture(scope="module")
-def tiny(tiny):
-    return tiny["grpo"]
-
-
 # --- two steps, as TRL makes them
 
 
@@ -310,7 +305,7 @@ def test_tokens_and_draws_are_counted(tmp_path, tiny, monkeypatch):
     """num_tokens are those that were read, prompts included (TRL). No prompts are drawn twice in a pass, whether their
     answers were kept or not, also after the run was interrupted."""
     (tmp_path / "r.py").write_text("def same(prompts, **_):\n    return [1.0] * len(prompts)\n")
-    settings = tiny | dict(dynamic_sampling=2, reward_fn=(f"{tmp_path}/r.py:same",))
+    settings = tiny["grpo"] | dict(dynamic_sampling=2, reward_fn=(f"{tmp_path}/r.py:same",))
     drawn, read = [], []
     watch(monkeypatch, grpo, "sample_batch", lambda r, *_: drawn.append([row["prompt"] for row in r.rows[::4]]))
     watch(monkeypatch, grpo, "update", lambda _, policy, optimizer, r, args: read.append(r.joined()[1].sum()))

@@ -1,4 +1,4 @@
-"""tools/seeds.py and make_fork.py: what is said of paired seeds, which runs are made, what is not overwritten."""
+"""tools/seeds.py: what is said of paired seeds, and which runs are made."""
 
 import sys
 
@@ -6,7 +6,6 @@ import pytest
 from sources import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
-import make_fork
 import seeds
 
 PROGRAM = """
@@ -52,14 +51,3 @@ def test_runs_are_made_once_until_their_program_changes(tmp_path, monkeypatch, c
         said = capsys.readouterr().out
         assert [row for row in said.splitlines() if "score" in row and "21 ± 7.1" in row and "22.5 ± 7.8" in row]
         assert "time/" not in said
-
-
-def test_a_fork_is_not_overwritten(tmp_path, monkeypatch):
-    for name in ("ppo.py", "docs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.setattr(make_fork, "ROOT", tmp_path)
-    (tmp_path / "fork.py").write_text("mine")
-    monkeypatch.setattr(sys, "argv", ["make_fork.py", "A metric", "--script", "ppo.py"])
-    with pytest.raises(SystemExit, match="fork.py exists"):
-        make_fork.main()
-    assert (tmp_path / "fork.py").read_text() == "mine"

@@ -1,14 +1,11 @@
-"""The toy world is what it says it is: the same bytes each time, varied, with a gold score that reads English."""
+"""The toy worlds are made again, byte for byte."""
 
 import runpy
 from pathlib import Path
 
 import pytest
-from sources import load
-
 from toy import make
 
-shapes = load("toy/shapes/make.py", "make_shapes")
 TOY = Path(__file__).resolve().parent.parent / "toy"
 
 
