@@ -199,15 +199,15 @@ def reference_texts(rows, args):
     def text_of(row):
         """The reference text of a row."""
         there = ", ".join(name for name in row if name != "input_ids")
-        ppo.check(args.reference_column in row, f"there is no column {args.reference_column!r}, only {there}")
+        ppo.require(args.reference_column in row, f"there is no column {args.reference_column!r}, only {there}")
         found, prompt = row[args.reference_column], row["prompt"]
         if isinstance(found, list):
             ppo.check_messages(found, last="assistant")
             before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-            ppo.check(found[:-1] in ([], before), f"{args.reference_column!r} has another prompt than 'prompt'")
+            ppo.require(found[:-1] in ([], before), f"{args.reference_column!r} has another prompt than 'prompt'")
             return found[-1]["content"]
         is_text = isinstance(found, str) and found.strip()
-        ppo.check(is_text, f"{args.reference_column!r} is neither a text nor messages, or empty")
+        ppo.require(is_text, f"{args.reference_column!r} is neither a text nor messages, or empty")
         return found
 
     texts = ppo.parse(rows, text_of, args.dataset)
