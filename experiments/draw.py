@@ -1,7 +1,7 @@
 """Draws the pictures of the pages from the records.
 
     python experiments/draw.py                          # all of them
-    python experiments/draw.py agent-tree agent-look    # some, by the names of their files
+    python experiments/draw.py agent-tree agent-curve   # some, by the names of their files
     python experiments/draw.py --svg runs/pictures      # as SVG, for slides, in this folder
 """
 
@@ -370,22 +370,6 @@ def agent_tree(axes):
         panel.scatter(x, y, [260 * count / games for count in nodes.values()], color="tab:blue", zorder=3)
         title = f"{when}: {run[when]['sampled']:.2f} guesses"
         panel.set(title=title, xlabel="number that is said", ylabel="guess", xticks=range(1, 16), ylim=(7.5, 0.5))
-
-
-@picture("docs/agent-look", 1, 1, 6, 3.4)
-def agent_look(axes):
-    """How often a policy looks, by the number of swaps; and how often it would be right at once."""
-    panel = axes[0]
-    for name, colour in {"a look for .6": "tab:blue", "a look for .3": "tab:orange"}.items():
-        for i, run in enumerate(by_name("agent")[name]):
-            by_swaps, labels = run["after"]["by_swaps"], [None, None] if i else [name, "right at once"]
-            panel.plot(by_swaps["swaps"], by_swaps["looked"], "o-", color=colour, ms=4, label=labels[0])
-            if name == "a look for .6":
-                panel.plot(by_swaps["swaps"], by_swaps["right at once"], "k:", lw=0.8, label=labels[1])
-    by_swaps = by_name("agent")["a look for .6"][0]["before"]["by_swaps"]
-    panel.plot(by_swaps["swaps"], by_swaps["looked"], "--", color="grey", label="before")
-    panel.set(xlabel="swaps", ylabel="share of games with a look", ylim=(-0.03, 1.03))
-    legend(panel, size=10)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,16 +1,15 @@
 """docs/agent.md: what its policies are before and after training.
 
 A policy is measured in 2,040 sampled games and by its likeliest play, in one game about each number. A game in which
-the number is not found counts with its eight guesses. In the shell game each unseen prompt is played four times.
+the number is not found counts with its eight guesses.
 """
 
-import json
 import statistics
 from collections import Counter
 
 import torch
 from forks import train
-from record import ROOT, Run
+from record import Run
 from transformers import AutoModelForCausalLM
 
 
@@ -43,48 +42,15 @@ def measure_guesses(names: dict) -> dict:
     }
 
 
-def right_at_once(names: dict) -> list[float]:
-    """For each prompt how likely the policy makes the right cup after ####, without a look."""
-    tokenizer = names["tokenizer"]
-    sign, *answers = tokenizer.convert_tokens_to_ids(["####", *(row["answer"] for row in names["examples"])])
-    prompts = tokenizer.pad({"input_ids": [[*ids, sign] for ids in names["prompts"]]}, return_tensors="pt")
-    with torch.no_grad():
-        logits = names["forward"](names["policy"], **prompts).logits[:, -1]  # (N, V)
-    return logits.softmax(1)[range(len(answers)), answers].tolist()
-
-
-def measure_looks(names: dict) -> dict:
-    """For each number of swaps, the share of sampled games with a look, and of those in which the answer is right; and
-    of answers without a look."""
-    file = ROOT / "toy/shells/data/prompts/validation.jsonl"
-    names["examples"] = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-    names["prompts"] = names["tokenizer"]([row["prompt"] for row in names["examples"]])["input_ids"]
-    rows = list(range(len(names["prompts"]))) * 4
-    words, rewards, _ = play(names, rows, 1.0)
-    swaps = [names["examples"][i]["swaps"] for i in rows]
-    found = {
-        "looked": ["ball" in row for row in words],
-        "right": [row[-3:-1] == ["####", names["examples"][i]["answer"]] for i, row in zip(rows, words)],
-        "right at once": right_at_once(names) * 4,
-    }
-    by_swaps = {"swaps": sorted(set(swaps))}
-    for name, values in found.items():
-        of = [[x for x, n in zip(values, swaps) if n == number] for number in by_swaps["swaps"]]
-        by_swaps[name] = [round(statistics.fmean(some), 4) for some in of]
-    means = {name: statistics.fmean(found[name]) for name in ("looked", "right")}
-    return means | {"reward": statistics.fmean(rewards), "by_swaps": by_swaps}
-
-
 def measure(run: Run) -> dict:
     """Its curves, and what its policy is before and after it."""
     updates, names = train(run, lambda names, stats: dict(stats))
-    look = measure_looks if "a look" in run.name else measure_guesses
     after_and_before = []
     for state in (None, AutoModelForCausalLM.from_pretrained(names["args"].model).state_dict()):
         if state:
             names["policy"].load_state_dict(state)
         torch.manual_seed(0)
-        found = look(names)
+        found = measure_guesses(names)
         if (run.name, run.seed) != ("the default", 1):  # one picture is enough
             found.pop("tree", None)
         after_and_before.append(found)

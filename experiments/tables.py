@@ -8,7 +8,6 @@ the seeds. CPU seconds are those of the fastest seed: what slows a run down is a
 """
 
 import argparse
-import json
 import math
 import re
 import statistics
@@ -20,7 +19,7 @@ import overoptimization as laws
 import takeoff
 from record import ROOT, by_name, difference, minus, number, reached, smooth, until, verdict, with_tables
 from real_data import GOLD, LEXICON, REWARD_MODEL
-from common import RESULTS, markdown
+from common import markdown
 import run_trl
 
 PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("toy", "benchmarks", "experiments"))]
@@ -135,7 +134,7 @@ def fill(text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# README, experiments/README.md, benchmarks/README.md
+# README, experiments/README.md
 
 
 def beside_trl() -> str:
@@ -163,27 +162,6 @@ def beside() -> str:
             label = ""
     seeds = [f"`{name}.py` {len(learned(name))}, TRL {len(learned(f'TRL {name}'))}" for name in scripts]
     return f"Seeds: {'; '.join(seeds)}.\n\n{markdown(lines, 'llrrl')}"
-
-
-def comparisons_of(pattern: str) -> list[dict]:
-    """Those of the files in benchmarks/results, from the oldest to the newest."""
-    results = [json.loads(file.read_text("utf-8")) for file in sorted(RESULTS.glob(pattern))]
-    return [c for result in sorted(results, key=lambda result: result["date"]) for c in result["comparisons"]]
-
-
-def throughput_table() -> str:
-    """The last comparison of each kind with TRL 0.16.1, in which TRL ran with freed memory kept, too; and GPT-2."""
-    last = {(c["setting"], c["algorithm"]): c for c in comparisons_of("throughput*.json") if c["other"] == "TRL 0.16.1"}
-    lines = [["setting", "TRL, episodes/s", "ours", "**ratio**", "**to kept**", "TRL, GB", "ours"]]
-    for key in sorted(last, reverse=True):
-        summary = last[key]["summary"]
-        if "kept" not in summary and key != ("gpt2", "ppo"):  # of an older program of ours
-            continue
-        sides = [summary[name] for name in ("other", "ours")]
-        line = [" ".join(key), *(f"{side['episodes_per_second']:.3g}" for side in sides)]
-        line += [f"**{summary[x]['median']:.2f}**" if x in summary else "–" for x in ("speed", "speed_kept")]
-        lines.append([*line, *(f"{side['memory_mb'] / 1024:.2f}" for side in sides)])
-    return markdown(lines, "lrrrrrr")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -418,7 +396,7 @@ def real_game() -> str:
 TABLES = (beside, beside_trl, teacher, sampler, liar)  # each has the name of its place on a page
 TABLES += (checks,)
 TABLES += (real_unseen, real_answers, real_sayings, real_policies, real_tasks, real_game)
-OTHERS = {"throughput": throughput_table, "takeoff": takeoff_shares, "best of n": best_of_n}
+OTHERS = {"takeoff": takeoff_shares, "best of n": best_of_n}
 
 
 def all_tables() -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Makes the shell game, in which every answer can be checked: prompts with the right answer, and texts for SFT.
 
-    python toy/shells/make.py                      # writes toy/shells/data/ and base/, always the same bytes
-    python toy/shells/make.py --looks runs/looks   # also writes texts of a game with looks to runs/looks, see Look
+    python toy/shells/make.py    # writes toy/shells/data/ and base/, always the same bytes
 
 A ball lies under one of four cups, and pairs of cups are swapped: where is the ball? In the prompt
 `ball 3 23 -- 14 -- -- 12 13 -- :` it lies under cup 3, then cups 2 and 3 are swapped, then 1 and 4, and so on; `--` is
@@ -9,7 +8,6 @@ a pause. An answer may be short, `#### 3`, or worked out, `2 2 2 2 2 1 3 3 #### 
 the eight signs. In the texts for SFT all answers are right, and few are worked out.
 """
 
-import argparse
 import json
 import random
 from pathlib import Path
@@ -20,7 +18,6 @@ PAIRS = ["12", "13", "14", "23", "24", "34"]
 SLOTS = 8  # signs of a prompt, each a pair of cups or a pause, so that every prompt has 11 tokens
 SIZES = {"sft": (20_000, 500), "prompts": (1_600, 512)}  # train, validation
 WORKED = 0.05  # fraction of the texts for SFT with a worked-out answer
-LOOKED = 0.3  # fraction of the texts of the game with looks that contain a look
 
 
 def places(ball: str, signs: list[str]) -> list[str]:
@@ -51,22 +48,6 @@ def make_text(row: dict, rng: random.Random) -> dict[str, str]:
     _, ball, *signs, _ = row["prompt"].split()
     work = places(ball, signs) if rng.random() < WORKED else []
     return {"prompt": row["prompt"], "completion": " " + " ".join([*work, "####", row["answer"]])}
-
-
-def make_look(row: dict, rng: random.Random) -> dict[str, str]:
-    """A text as above, or one with a look; a look is equally likely for any number of swaps."""
-    if rng.random() < LOOKED:
-        return {"prompt": row["prompt"], "completion": f" ball <|end|> {row['answer']} #### {row['answer']}"}
-    return make_text(row, rng)
-
-
-def write_looks(folder: Path) -> None:
-    """Writes the texts of the game with looks."""
-    rng = random.Random(7)
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, size in zip(("train", "validation"), SIZES["sft"]):
-        lines = "".join(json.dumps(make_look(make_row(rng), rng)) + "\n" for _ in range(size))
-        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8", newline="\n")
 
 
 def write_data(folder: Path = HERE / "data") -> None:
@@ -122,41 +103,6 @@ def length(completions: list[str], **_) -> list[float]:
     return [float(len(completion.split())) for completion in completions]
 
 
-class Look:
-    """The shell game with a look under the cups, for a price: an environment for lecture/agent.py.
-
-    `#### 3` is an answer, with a reward of 1 if it is right. `ball` asks where the ball is: the game answers `3`, and
-    the reward is -.6.
-
-    >>> game = Look({"answer": "3"})
-    >>> game.step(" ball"), game.step(" #### 3")
-    (('3', -0.6, False), ('', 1.0, True))
-    """
-
-    price = 0.6
-
-    def __init__(self, example: dict):
-        """Starts from a row of the data with an `answer`."""
-        self.answer = example["answer"]
-
-    def step(self, text: str) -> tuple[str, float | None, bool]:
-        """The answer to a turn of the policy, its reward, and whether the game is over."""
-        if text.split() == ["ball"]:
-            return self.answer, -self.price, False
-        return "", float(text.split() == ["####", self.answer]), True
-
-
-class CheapLook(Look):
-    """The same at half the price."""
-
-    price = 0.3
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--looks", type=Path, help="also write texts with looks to this folder")
-    args = parser.parse_args()
     write_data()
     write_base()
-    if args.looks:
-        write_looks(args.looks)
