@@ -191,26 +191,22 @@ def teacher() -> str:
 
 def sampler() -> str:
     """Of each sampler: how far it is from the policy, and what that does without and with the corrections."""
-    lines = [["sampler", "first ratio", "approxkl", "to .9: none", *(f"right: {name}" for name in CORRECTIONS)]]
+    lines = [["sampler", "approxkl", *(f"right: {name}" for name in CORRECTIONS)]]
     for name in SAMPLERS:
         of = [asked("sampler", f"{name}, {correction}") for correction in CORRECTIONS]
-        curves = [run["curves"] for run in of[0]]
-        ratio, distance = (statistics.fmean(x for c in curves for x in c[y]) for y in ("first_ratio", "approxkl"))
-        age = int(name.split()[0]) if name.endswith("old") else 0  # what it earns, the policy earned before
-        soon = [until(c["episode"][: len(c["episode"]) - age], c["reward"][age:], 0.9) for c in curves]
-        line = [name, f"{ratio:.3f}", f"{distance:.1g}", reached(soon)]
-        lines.append(line + [cell(runs, "end right 3") for runs in of])
+        distance = statistics.fmean(x for run in of[0] for x in run["curves"]["approxkl"])
+        lines.append([name, f"{distance:.1g}", *(cell(runs, "end right 3") for runs in of)])
     return markdown(lines)
 
 
 def liar() -> str:
     """By how often it lies, and on which side."""
-    lines = [["lies", *(f"right: {side}" for side in SIDES), "to .9: both"]]
+    lines = [["lies", *(f"right: {side}" for side in SIDES)]]
     rows = {"none": [asked("liar", "honest")] * 3}
     rows |= {rate: [asked("liar", f"{side} {rate}") for side in SIDES] for rate in RATES}
     rows["20%, by prompt"] = [[], [], asked("liar", "both 20%, by prompt")]
     for label, of in rows.items():
-        lines.append([label, *(cell(runs, "end right 3") for runs in of), cell(of[-1], "until truth 0.9 0")])
+        lines.append([label, *(cell(runs, "end right 3") for runs in of)])
     return markdown(lines)
 
 
