@@ -89,6 +89,7 @@ def graded(folder, *options, **bodies):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_file_half_done(tmp_path):
     """The student's line is shown, and none of the grader's."""
     bodies = {"gae": "return rewards, 1 / 0", "dpo_loss": "raise SystemExit(0)"}

@@ -35,8 +35,8 @@ SETTINGS = {  # away from the defaults
     "sft": TEXTS | dict(lr_scheduler_type="linear", micro_batch_size=3, max_length=40),
     "reward_model": TEXTS | dict(lr_scheduler_type="linear", center_rewards_coefficient=0.1, max_length=30),
     "dpo": TEXTS | dict(lr_scheduler_type="cosine", beta=0.5),
-    "ddpo": dict(num_epochs=3, sample_num_steps=4, sample_eta=0.8, sample_batch_size=6, sample_num_batches_per_epoch=2)
-    | dict(train_batch_size=3, train_gradient_accumulation_steps=2, train_num_inner_epochs=2, train_clip_range=0.01)
+    "ddpo": dict(num_epochs=3, sample_num_steps=4, sample_eta=0.8, sample_batch_size=4, sample_num_batches_per_epoch=2)
+    | dict(train_batch_size=2, train_gradient_accumulation_steps=2, train_num_inner_epochs=2, train_clip_range=0.01)
     | dict(train_adv_clip_max=1.2, train_learning_rate=3e-4),
 }
 WORLDS = {"ddpo": ("shapes", "stable")}  # those of the others are toy and llama
