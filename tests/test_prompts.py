@@ -76,7 +76,7 @@ def test_a_run_with_shared_prompts_is_the_one_without(name, case, tiny, tmp_path
     settings |= dict(batch_size=12, total_episodes=24, num_ppo_epochs=2, response_length=8) | CASES[case]
     settings["adam_epsilon"] = 1e-3  # else a gradient that is 0 but for rounding makes a whole step
     settings |= dict(num_generations=3, beta=0.1) if name == "grpo" else dict(rloo_k=3, kl_coef=0.0)
-    settings |= dict(reward_fn=(f"{__file__}:starts_with_a_vowel", *["reward_model"] * (name == "rloo")))
+    settings |= dict(reward_fn=(f"{__file__}:starts_with_a_vowel", "reward_model"), reward_model="toy/reward_model")
     shared = run(SCRIPTS[name], tmp_path / "shared", **settings)
     no_sharing()
     whole = run(SCRIPTS[name], tmp_path / "whole", **settings)

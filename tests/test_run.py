@@ -194,6 +194,11 @@ def test_which_checkpoints_are_made_and_kept(settings_of, tmp_path, monkeypatch)
     assert seen["slow steps"][:3] == [[], [], [2]]
 
 
+def test_a_folder_with_a_run_is_not_written_over(whole, tiny):
+    with pytest.raises(SystemExit, match="exists"):
+        main("ppo", *words_of(**tiny["ppo"]), "--output-dir", whole("ppo"))
+
+
 # --- Numbers
 
 
