@@ -46,6 +46,7 @@ def main():
         "--temperature", type=float, default=0.7, help="divides the logits; 0 takes the most likely token"
     )
     parser.add_argument("--response-length", type=int, default=256, help="maximum tokens in an answer")
+    parser.add_argument("--system", help="a system message, such as that of the training data")
     parser.add_argument("--tools", type=json.loads, help="JSON: a list of tools, as in the column `tools` of the data")
     kwargs_help = 'JSON for the chat template, such as {"enable_thinking": false}'
     parser.add_argument("--chat-template-kwargs", type=json.loads, default={}, help=kwargs_help)
@@ -61,6 +62,8 @@ def main():
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", sys.maxsize)
     template = {"tools": args.tools} | args.chat_template_kwargs
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    ppo.require(tokenizer.chat_template or not args.system, f"--system: {args.model} has no chat template")
+    system = [{"role": "system", "content": args.system}] if args.system else []
     if not tokenizer.chat_template:
         print("This model has no chat template: it continues the text that you type.")
     messages = []
@@ -72,10 +75,10 @@ def main():
             messages.append({"role": "user", "content": text})
             if not tokenizer.chat_template:
                 messages = messages[-1:]
-            prompt = encode(messages, tokenizer, template)
+            prompt = encode(system + messages, tokenizer, template)
             while len(messages) > 1 and len(prompt) + args.response_length > limit:
                 messages = messages[2:]  # removes the oldest question and its answer
-                prompt = encode(messages, tokenizer, template)
+                prompt = encode(system + messages, tokenizer, template)
             length = min(args.response_length, limit - len(prompt))
             if length < 1:
                 print(f"that is too long: {len(prompt)} tokens, but the model reads at most {limit}")
