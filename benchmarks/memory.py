@@ -151,15 +151,7 @@ RECIPES = {  # sizes of the commands in recipes/README.md; a pair is two rows
         Shape(12, 768, 50257, 768, 124e6, tied=True),
         Plan(1, 1, rows=16, rollout_rows=128, prompt=16, response=16),
     ),
-    "descriptiveness": (
-        Shape(6, 128, 50304, 128, 14.1e6),
-        Plan(1, 2, rows=64, rollout_rows=64, prompt=64, response=53),
-    ),
     "GSM8K": (QWEN, Plan(1, 0, rows=8, rollout_rows=160, prompt=256, response=512)),
-    "Countdown, RLOO": (QWEN, Plan(1, 1, rows=4, rollout_rows=64, prompt=128, response=1024)),
-    "UltraFeedback, reward model": (QWEN, Plan(1, 0, rows=8, prompt=2048, response=0, checkpointing=True)),
-    "UltraFeedback, DPO": (QWEN, Plan(1, 1, rows=4, prompt=512, response=512, checkpointing=True)),
-    "smoltldr": (Shape(30, 576, 49152, 192, 134.5e6, tied=True), Plan(1, 0, rows=8, prompt=512, response=96)),
 }
 
 

@@ -276,7 +276,6 @@ def checks() -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # docs/real.md
 
-TASKS = {"letters": "letters in longer texts", "gcd": "lcm", "backward": "longer words backward"}
 PROMPTS = 128  # that are unseen
 
 
@@ -309,9 +308,9 @@ def real_unseen() -> str:
 
 
 def texts(columns: dict[str, str]) -> str:
-    """What policies say to five unseen prompts, of seed 1: a column for each label -> name."""
+    """What policies say to three unseen prompts, of seed 1: a column for each label -> name."""
     lines = [["", *columns]]
-    for said in zip(*(real(name)[0]["answers"] for name in columns.values())):
+    for said in zip(*(real(name)[0]["answers"][:3] for name in columns.values())):
         lines.append([said[0][0], *(text.replace("\n", " ⏎ ").replace("|", "\\|") for _, text in said)])
     return markdown(lines, "l" * len(lines[0]))
 
@@ -357,41 +356,9 @@ def real_policies() -> str:
     return markdown(lines)
 
 
-def real_tasks() -> str:
-    """Three tasks and their neighbours, before and after."""
-    right = "rewards/reasoning.py:right"
-    heads = ["task", "seeds", "before", "after", "commonest answer", "sampled", "equal groups", "KL", "CPU minutes"]
-    lines = [[*heads, "GB"]]
-    for task, neighbour in TASKS.items():
-        before, runs = real(f"before, {task}"), real(task)
-        curves = [run["curves"] for run in runs]
-        parts = (slice(3), slice(-3, None))  # the first and the last updates
-        sampled = [number([statistics.fmean(x["reward"][part]) for x in curves], 2) for part in parts]
-        equal = [f"{statistics.fmean(x['frac_reward_zero_std'][i] for x in curves):.2f}" for i in (0, -1)]
-        line = [task, cell(runs, "seeds"), *(cell(some, f"end {right} 2") for some in (before, runs))]
-        line += [f"{before[0]['commonest']:.2f}", " → ".join(sampled), " → ".join(equal)]
-        lines.append(line + [cell(runs, column) for column in ("end kl 2", "minutes 0", "gb 1")])
-        beside = [number([run["beside"][right]["mean"] for run in some], 2) for some in (before, runs)]
-        lines.append([f"*{neighbour}*", "", *beside, *[""] * 6])
-    return markdown(lines)
-
-
-def real_game() -> str:
-    """Higher or lower, before and after: of 16 games about each number."""
-    game = "rewards/higher_or_lower.py:Game"
-    lines = [["", "reward", "found", "guesses, if found", "KL"]]
-    for label, name in {"before": "before, game", "after": "game"}.items():
-        (run,) = real(name)
-        rewards, turns = run["rewards"][game], run["rewards"]["turns"]
-        needed = [guesses for reward, guesses in zip(rewards, turns) if reward > 0]
-        found = [f"{len(needed) / len(turns):.2f}", f"{statistics.fmean(needed):.1f}"]
-        lines.append([label, cell([run], f"end {game} 2"), *found, cell([run], "end kl 1")])
-    return markdown(lines)
-
-
 TABLES = (beside, beside_trl, teacher, sampler, liar)  # each has the name of its place on a page
 TABLES += (checks,)
-TABLES += (real_unseen, real_answers, real_sayings, real_policies, real_tasks, real_game)
+TABLES += (real_unseen, real_answers, real_sayings, real_policies)
 OTHERS = {"takeoff": takeoff_shares, "best of n": best_of_n}
 
 

@@ -342,8 +342,6 @@ def test_without_hub_and_copy(tmp_path, monkeypatch):
 NATIVE = {  # data sets that a command reads as they are
     "trl-lib/tldr": {"prompt": POST, "completion": " A cat sat."},
     "trl-internal-testing/tldr-preference-sft-trl-style": ROWS["tldr-sft"][0],
-    "data/cog": {"prompt": "Make 5 of 2, 3.", "completion": " <answer>2 + 3</answer>"},  # as data.py leaves it
-    "mlabonne/smoltldr": {"prompt": "A long story.", "completion": "A story."},
 }
 SMALL = {"batch_size": 8, "micro_batch_size": 4, "local_rollout_forward_batch_size": 8, "response_length": 4}
 SMALL |= {"total_episodes": 16, "response_length_min": None, "num_train_epochs": 1.0, "rloo_k": 2, "num_generations": 2}
@@ -359,7 +357,7 @@ def small(args):
 def numbered(row, i):
     """The row with another number in its question and answers, so that rows differ."""
     return json.loads(
-        re.sub(r"(Hi\?|A cat|2 \+ 3|film|Name it|\[44|2, 3|story)", rf"\1 {i}", json.dumps(row)).replace(
+        re.sub(r"(Hi\?|A cat|2 \+ 3|film|Name it|\[44)", rf"\1 {i}", json.dumps(row)).replace(
             "[44 ", "[44, "
         )
     )
@@ -435,12 +433,9 @@ CHATS = {
 def test_commands_of_the_page(number, made, tmp_path, monkeypatch):
     module, args = read(shlex.split(ON_PAGE[number]), monkeypatch)
     changes = tiny_version(args, made, tmp_path, CHATS)
-    block = re.search(r"^```python\n(.*?)^```", text_of(PAGE), re.M | re.S)[1]
-    (tmp_path / "length.py").write_text(block)
-    functions = [name.replace("length.py", str(tmp_path / "length.py")) for name in getattr(args, "reward_fn", ())]
-    if functions:
+    if getattr(args, "reward_fn", ()):
         changes["reward_fn"] = tuple(
-            "toy/gold_score.py:gold_score" if "classifier" in name else name for name in functions
+            "toy/gold_score.py:gold_score" if "classifier" in name else name for name in args.reward_fn
         )
     settings = dataclasses.asdict(args) | changes | {"dataset_test_split": "none"}
     settings.pop("output_dir")
