@@ -155,21 +155,6 @@ def thinking(axes):
     legend(axes[0])
 
 
-@picture("docs/price", 1, 2, 8, 3)
-def price(axes):
-    """Length and right answers against the number of swaps: before, after, and with a price for each token."""
-    names = {"before": ("grpo --total-episodes 64 --learning-rate 1e-12", "grey")}
-    names |= {"without a price": ("grpo --beta 0.1", OURS), "with a price": ("grpo, a price for each token", OTHERS)}
-    titles = {"length": "tokens of a sampled answer", "right": "sampled answers right"}
-    for panel, (metric, title) in zip(axes, titles.items()):
-        for label, (name, colour) in names.items():
-            by_swaps = [run["answers"]["by_swaps"].values() for run in tables.learned(name)]
-            draw_points(panel, range(1, 9), [[x[metric] for x in of] for of in by_swaps], colour, label, 0.2)
-        head(panel, title, "swaps in the prompt")
-        panel.set_ylim(0)
-    legend(axes[0])
-
-
 @picture("docs/no-kl", 1, 2, 8, 3)
 def no_kl(axes):
     """Score and gold score with a poor reward model, with and without KL penalty."""

@@ -296,17 +296,6 @@ def unseen() -> dict[str, dict[int, list[float]]]:
     return found
 
 
-def real_unseen() -> str:
-    """pass@1 and pass@8 along the runs."""
-    found = unseen()
-    updates = sorted(found["eval/pass@1"])
-    lines = [["updates", *map(str, updates)]]
-    titles = ("likeliest answer right", "pass@1: of eight answers", "pass@8: at least one of the eight")
-    for title, of in zip(titles, found.values()):
-        lines.append([title, *(number(of[update], 2) for update in updates)])
-    return markdown(lines)
-
-
 def texts(columns: dict[str, str]) -> str:
     """What policies say to three unseen prompts, of seed 1: a column for each label -> name."""
     lines = [["", *columns]]
@@ -358,7 +347,7 @@ def real_policies() -> str:
 
 TABLES = (beside, beside_trl, teacher, sampler, liar)  # each has the name of its place on a page
 TABLES += (checks,)
-TABLES += (real_unseen, real_answers, real_sayings, real_policies)
+TABLES += (real_answers, real_sayings, real_policies)
 OTHERS = {"takeoff": takeoff_shares, "best of n": best_of_n}
 
 

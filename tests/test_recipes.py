@@ -357,9 +357,7 @@ def small(args):
 def numbered(row, i):
     """The row with another number in its question and answers, so that rows differ."""
     return json.loads(
-        re.sub(r"(Hi\?|A cat|2 \+ 3|film|Name it|\[44)", rf"\1 {i}", json.dumps(row)).replace(
-            "[44 ", "[44, "
-        )
+        re.sub(r"(Hi\?|A cat|2 \+ 3|film|Name it|\[44)", rf"\1 {i}", json.dumps(row)).replace("[44 ", "[44, ")
     )
 
 
