@@ -65,11 +65,9 @@ def nothing_is_left():
 @pytest.fixture(scope="session", autouse=True)
 def no_drawing():
     """Curves are not drawn, which takes half of a run of three steps, but in processes of their own."""
-    import pandas
     from matplotlib.figure import Figure
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pandas.DataFrame, "plot", mock.MagicMock())
         patch.setattr(Figure, "subplots", lambda self, rows, columns, **_: [mock.MagicMock()] * columns)
         patch.setattr(Figure, "savefig", lambda self, path, **_: None)
         yield

@@ -184,7 +184,8 @@ def draw(runs: tuple[list, list], commands: list[str], metrics: list[str], file:
     from matplotlib.figure import Figure
 
     figure = Figure((4.5 * len(metrics), 3.4), layout="constrained")
-    for axis, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics):
+    axes = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for axis, metric in zip(axes, metrics):
         for side, command, colour in zip(runs, commands, ("0.5", "C3")):
             rows = zip(*([line.get(metric) for line in lines] for lines in side))
             points = [(x, row) for x, row in enumerate(rows, 1) if None not in row]
@@ -196,7 +197,7 @@ def draw(runs: tuple[list, list], commands: list[str], metrics: list[str], file:
             axis.fill_between(x, *bounds, color=colour, alpha=0.2, linewidth=0)
         axis.set_title(metric, fontsize=10)
         axis.set_xlabel("update")
-    figure.axes[0].legend(frameon=False, fontsize=7)
+    axes[0].legend(frameon=False, fontsize=7)
     figure.savefig(file, dpi=120)
 
 
