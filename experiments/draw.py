@@ -1,8 +1,8 @@
 """Draws the pictures of the pages from the records.
 
-    python experiments/draw.py                          # all of them
-    python experiments/draw.py agent-tree agent-curve   # some, by the names of their files
-    python experiments/draw.py --svg runs/pictures      # as SVG, for slides, in this folder
+python experiments/draw.py                          # all of them
+python experiments/draw.py agent-tree agent-curve   # some, by the names of their files
+python experiments/draw.py --svg runs/pictures      # as SVG, for slides, in this folder
 """
 
 import argparse

@@ -138,10 +138,7 @@ def both(results: dict, bug: dict, metric: str) -> str:
 
 def gallery(results: dict) -> str:
     """The generated part of docs/bugs.md: a table, and a section for each bug."""
-    lines = [
-        "| | file | bug | score at the end: without bug → with it | another metric |",
-        "|---:|---|---|---|---|",
-    ]
+    lines = ["| | file | bug | score at the end: without bug → with it | another metric |", "|---:|---|---|---|---|"]
     sections = []
     for n, bug in enumerate(BUGS, 1):
         scores, metrics = (f"`{name}` {both(results, bug, name)}" for name in (bug["score"], bug["metric"]))
