@@ -144,7 +144,7 @@ class Args:
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # betas of AdamW (OpenRLHF: 0.9 0.95)
     adam_epsilon: Positive = 1e-8  # epsilon of AdamW (torch and TRL; N+ details: 1e-5)
-    max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
+    max_grad_norm: Positive | None = None  # clip the gradient to this norm; by default not, as TRL 0.16 (docs/rloo.md)
     # --- Batch sizes ---
     batch_size: Count = 64  # responses per update, on all GPUs together
     # responses per forward and backward pass; changes only the rounding. By default 2048 tokens on a CPU, 8192 on a GPU
@@ -618,7 +618,7 @@ def update(policy, optimizer, rollout, args):
             if not norms:
                 first_error = sums["error"] / sums["tokens"]
             totals.update(sums)
-            norms.append(clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item())
+            norms.append(clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm or math.inf).item())
             if math.isfinite(norms[-1]):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
     optimizer.zero_grad()

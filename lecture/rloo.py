@@ -258,7 +258,6 @@ for update in (bar := trange(1, num_updates + 1)):
             loss = pg_loss.mean()
             optimizer.zero_grad()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             seen = {"loss/policy_avg": pg_loss, "policy/clipfrac_avg": clipped, "val/ratio": ratio}
             logs.append({name: x.detach().float() for name, x in seen.items()})  # (b, 1) each
