@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
-#     "matplotlib==3.11.2", "pydantic==2.14.3", "rich==15.0.0", "tqdm==4.70.1",
+#     "matplotlib==3.11.2", "pydantic==2.14.3", "tqdm==4.70.1",
 # ]
 # ///
 """PPO for language models: policy + reward -> better policy.
@@ -15,8 +15,7 @@ For each batch of prompts:
   4. advantage  delta_t = r_t + gamma V_old,t+1 - V_old,t;  A_t = delta_t + gamma lam A_{t+1};  R_t = A_t + V_old,t
                 whiten A
   5. loss       ratio_t = pi(y_t) / pi_old(y_t);  policy: mean_t max(-A_t ratio_t, -A_t clip(ratio_t, 1-eps, 1+eps))
-                value: mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old,t -+ eps_v) - R_t)^2)
-                total: policy + vf_coef * value
+                plus vf_coef * mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old,t -+ eps_v) - R_t)^2)
   6. update     `num_ppo_epochs` passes over the batch, each with `num_mini_batches` optimiser steps
   7. adapt      with --kl-target: kl_coef, to keep the KL near the target
 
@@ -30,10 +29,10 @@ longest has T = 6. A dot is padding: it may hold any number, and is masked.
   values                        |  *   *   *   *   .   .      of the text before y_t, also one position to the left
   score                         |              *              one for each response, on its last real token
 
-Differences from textbook PPO: there is no environment; an episode is one response, and the state is the text so far.
-Every token has an advantage, although there is only one score. Means over tokens exclude padding. Tokens are sampled
-from softmax(logits / temperature) without top-k or top-p, because the loss uses that distribution. The KL is subtracted
-from the reward, so the advantage of a token includes the KL of all later ones (GRPO: a KL term in the loss instead).
+Differences from textbook PPO: an episode is one response, and the state is the text so far. Every token has an
+advantage, although there is only one score. Means over tokens exclude padding. Tokens are sampled from softmax(logits /
+temperature) without top-k or top-p, because the loss uses that distribution. The KL is part of the reward, so the
+advantage of a token includes the KL of all later ones.
 
 Papers: PPO 1707.06347 (eq. 7, 11-12); GAE 1506.02438 (eq. 16); KL in the reward 1909.08593 (sec. 2.2); InstructGPT
 2203.02155 (sec. 3.5); the N+ implementation details 2403.17031. In short: lecture/ppo.py, 320 lines.
@@ -49,10 +48,8 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-import warnings
 from collections import Counter
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -66,20 +63,13 @@ import numpy as np
 import pydantic
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import tyro
 from jinja2 import TemplateError
 from pydantic import Field
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import StaticCache, get_scheduler, logging, set_seed
@@ -92,8 +82,7 @@ TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Settings. A type limits the values; the comment beside or above a setting is its help text
-
+# --- Settings. A type limits the values; the comment beside a setting is its help text
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -119,25 +108,15 @@ class Args:
     gamma: Share = 1.0  # discount; 1 because an episode is short
     lam: Share = 0.95  # GAE's lambda: 0 relies on the critic, 1 on the sampled return
     whiten_rewards: bool = False  # scale per-token rewards to variance 1, keeping their mean (TRL)
-    # divide scores by their running standard deviation; norm: first subtract their running mean (TRL 0.7)
-    score_scaling: Literal["std", "norm"] | None = None
-    score_clip: Positive | None = None  # clip scores, after any scaling, to +- this (TRL 0.7)
-    ratio_threshold: Annotated[float, Field(gt=1)] = 10.0  # skip a step if its mean ratio exceeds this (TRL 0.7)
-    target_kl: Positive | None = None  # end an update once policy/approxkl_avg exceeds 1.5 times this (TRL 0.7)
     # --- KL to the reference ---
-
-    # weight of the KL in the reward (TRL 0.16). Too low: the policy exploits the reward; too high: it hardly moves
-    kl_coef: Annotated[NonNegative, alias("--init-kl-coef")] = 0.05
-    # with d = log(pi/ref) of a token: k1 or kl: d; abs: |d|; k2 or mse: d^2 / 2; k3: exp(-d) - 1 + d; full: exact
-    kl_estimator: Annotated[Literal["k1", "kl", "abs", "k2", "mse", "k3", "full"], alias("--kl-penalty")] = "k1"
-    # adapt kl_coef to keep the KL near this, in nats per response (Ziegler et al. 2019, sec. 2.2; TRL 0.7: 6)
-    kl_target: Annotated[Positive | None, alias("--target")] = None
+    kl_coef: Annotated[NonNegative, alias("--init-kl-coef")] = 0.05  # weight of the KL in the reward (TRL 0.16)
+    kl_estimator: Annotated[Literal["k1", "abs", "k2", "k3"], alias("--kl-penalty")] = "k1"  # see kl_estimate
+    kl_target: Annotated[Positive | None, alias("--target")] = None  # adapt kl_coef to this KL, in nats per response
     kl_horizon: Annotated[Count, alias("--horizon")] = 10_000  # episodes in which kl_coef changes by up to about 20 %
     # --- Rollout ---
     response_length: Count = 53  # maximum tokens in a response (TRL 0.16)
-    response_length_min: Count | None = None  # if set, each rollout's limit is random, from this to response_length
     temperature: Positive = 0.7  # divides the logits in rollout, reference and loss (TRL 0.16). Lower: less exploration
-    stop_token: tuple[Name, ...] = ("eos",)  # end of a response: eos (all of the model's), none, or tokens as texts
+    stop_token: tuple[Name, ...] = ("eos",)  # end of a response: eos (all of the model's), or tokens as texts
     missing_eos_penalty: NonNegative = 1.0  # subtracted from the score of a response without stop token (TRL)
     local_rollout_forward_batch_size: Count | None = None  # responses sampled at once; by default 4 x micro_batch_size
     # --- Optimisation ---
@@ -152,34 +131,22 @@ class Args:
     max_grad_norm: Positive = 1.0  # the gradients of policy and critic are each clipped to this norm
     # --- Batch sizes ---
     batch_size: Count = 64  # responses per update, on all GPUs together
-    # responses per forward and backward pass; changes only the rounding. By default 16 on a CPU, 8192 tokens on a GPU
-    micro_batch_size: Count | None = None
-    # TRL's way to set both: micro_batch_size is this; batch_size, this x accumulation x num_mini_batches x GPUs
-    per_device_train_batch_size: Count | None = None
+    micro_batch_size: Count | None = None  # responses per pass; by default 16 on a CPU, 8192 tokens on a GPU
+    per_device_train_batch_size: Count | None = None  # TRL: x accumulation x num_mini_batches x GPUs = batch_size
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
     # --- Models: a folder, or a name on the hub ---
     model: Annotated[Name, alias("--model-name-or-path", "--sft-model-path")] = f"{TOY}/sft"  # policy to start from
     reward_model: Annotated[Name, alias("--reward-model-path")] = f"{TOY}/reward_model"  # a classifier with one label
-    # what a score adds up: reward_model, or file.py:name of a function
-    reward_fn: Annotated[tuple[Name, ...], alias("--reward-funcs")] = ("reward_model",)
+    reward_fn: Annotated[tuple[Name, ...], alias("--reward-funcs")] = ("reward_model",)  # or file.py:name; added up
     reward_weights: tuple[pydantic.FiniteFloat, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
-    critic: Literal["separate", "shared"] = "separate"  # a separate network, or a value head on the policy (TRL 0.7)
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text or messages that end with the user's; reward functions get all columns ---
-
-    # folder of train.jsonl and validation.jsonl (or .parquet), one such file, or a name on the hub
-    dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/data/prompts"
+    dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/data/prompts"  # folder of SPLIT.jsonl, or hub name
     dataset_config: Annotated[Name | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
-    dataset_test_split: Name | None = "validation"  # split to evaluate on, if there is one
     max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
-    # --- Additions to PPO ---
-    pretrain_data: Name | None = None  # texts for PPO-ptx: a dataset with a column `text`
-    ptx_coef: Positive = 0.05  # weight of the loss on pretrain_data (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
-    ema_decay: Decay = 0.0  # keep a moving average of the policy, saved in ema/; 0 for none (InstructGPT: 0.992)
-    aux_loss_coef: NonNegative = 0.0  # weight of a mixture of experts' load-balancing loss, computed per micro-batch
     # --- Run ---
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
     total_episodes: Count = 2048  # number of responses sampled in the run
@@ -188,56 +155,49 @@ class Args:
     device: Name = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
     save_steps: Count = 10  # updates between checkpoints, which hold the full state of the run
     save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
-    eval_steps: Count = 10  # updates between evaluations; the last update is always followed by one
-    num_eval_prompts: Count = 64  # number of test prompts in an evaluation
     num_sample_generations: Natural = 10  # number of tables of responses to print, plus one after update 1 (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
-    zero_stage: Literal[0, 2, 3] = 0  # torchrun: 2 shards gradients and optimiser state over GPUs; 3 also the weights
 
 
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
-
-
 def train(args):
     """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     start(args)
-    policy, reference, critic, reward_model, ema = load_models(args)
-    reward_fns = load_reward_fns(args)
-    prompts = load_prompts(args, args.dataset_train_split, policy.tokenizer)
-    eval_prompts = load_prompts(args, args.dataset_test_split, policy.tokenizer)[: args.num_eval_prompts]
-    texts = load_pretrain_texts(args, policy.tokenizer)
-    args = choose_sizes(args, policy, prompts + eval_prompts)  # from here on, all sizes are set
+    policy, reference, critic, reward_model = load_models(args)
+    reward_fns = load_reward_fns(args, reward_model)
+    prompts = load_prompts(args, policy.tokenizer)
+    args = choose_sizes(args, policy, prompts)  # from here on, all sizes are set
     B, num_updates = args.batch_size, args.total_episodes // args.batch_size
     passes = range(1 + args.total_episodes // len(prompts))
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
-    optimizer = make_optimizer(args, policy, critic)
-    policy_group, _ = optimizer.param_groups
+    critic_rate = args.critic_learning_rate or args.learning_rate / (10 if args.lora_r else 1)  # see choose_sizes
+    policy_group = {"params": [p for p in policy.parameters() if p.requires_grad], "lr": args.learning_rate}
+    critic_group = {"params": list(critic.parameters()), "lr": critic_rate}
+    options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW([policy_group, critic_group], **options)  # fused: ten times as fast on a CPU
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    carry = {"kl_coef": args.kl_coef, "scores": [0, 0.0, 0.0]}  # what an update hands to the next; in checkpoints
-    run = Run(args, num_updates, optimizer, schedule, carry, model=policy, critic=critic, ema=ema)
+    carry = {"kl_coef": args.kl_coef}  # what an update hands to the next; in checkpoints
+    run = Run(args, num_updates, optimizer, schedule, carry, model=policy, critic=critic)
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
         if step <= args.critic_warmup_updates:
-            policy_group["lr"] = 0.0  # until schedule.step(): only the policy's Adam moments change
+            optimizer.param_groups[0]["lr"] = 0.0  # until schedule.step(): only the policy's Adam moments change
 
         # 1. Sample
         rows = [prompts[i] for i in order[(step - 1) * B : step * B]]
-        with run.clock("rollout"):
-            rollout = sample_batch(policy, rows, args)
+        rollout = sample_batch(policy, rows, args)
 
         # 2. Score
-        with run.clock("score"):
-            read_logprobs(policy, reference, rollout, args)
-            old_values = rollout.in_micro_batches(lambda r: critic_values(policy, critic, r, args), args)  # (B, T)
-            score_responses(rollout, reward_model, reward_fns, policy.tokenizer, args)
-        scores = scale_scores(rollout.scores, carry["scores"], args)  # (B,)
-        mask, kl, kl_coef = rollout.mask, rollout.kl, carry["kl_coef"]  # (B, T), (B, T), a number
+        read_logprobs(policy, reference, rollout, args)
+        old_values = rollout.in_micro_batches(lambda r: critic_values(critic, r), args)  # (B, T)
+        score_responses(rollout, reward_fns, policy.tokenizer, args)
 
         # 3. Reward
-        rewards = shape_rewards(scores, kl, mask, kl_coef)  # (B, T)
+        mask, kl_coef = rollout.mask, carry["kl_coef"]
+        rewards = shape_rewards(rollout.scores, rollout.kl, mask, kl_coef)  # (B, T)
         if args.whiten_rewards:
-            rewards = masked_whiten(rewards, mask) + masked_mean(rewards, mask) * mask  # with the old mean
+            rewards = masked_whiten(rewards, mask) + rewards[mask].mean() * mask  # with the old mean
 
         # 4. Advantage
         advantages, returns = gae(rewards, old_values, mask, args.gamma, args.lam)  # (B, T) each
@@ -245,25 +205,23 @@ def train(args):
         rollout.rewards, rollout.values, rollout.advantages, rollout.returns = rewards, old_values, advantages, returns
 
         # 5. Loss, and 6. update
-        with run.clock("update"):
-            stats = update(policy, critic, ema, optimizer, rollout, texts, args)
+        stats = update(policy, critic, optimizer, rollout, args)
         stats |= rollout_stats(rollout, kl_coef)
-        check_update(stats, step, policy)
+        is_one = step > 1 or stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
+        require(is_one, "the first ratio is not 1: does the model ignore the attention mask, or have dropout?")
 
-        # 7. Adapt
+        # 7. Adapt (Ziegler et al. 2019, sec. 2.2)
         if args.kl_target:
-            carry["kl_coef"] = adapt_kl_coef(kl_coef, stats["objective/kl"], args)
+            error = max(-0.2, min(0.2, stats["objective/kl"] / args.kl_target - 1))
+            carry["kl_coef"] *= 1 + error * B / args.kl_horizon
 
-        if eval_prompts and run.is_due(args.eval_steps):
-            stats |= evaluate(policy, reward_model, reward_fns, eval_prompts, args)
-        stats |= {"lr": policy_group["lr"], "episode": step * B, "eps": B / sum(run.seconds.values())}
+        stats |= {"lr": optimizer.param_groups[0]["lr"], "episode": step * B}
+        stats["eps"] = B / (time.perf_counter() - run.step_started)  # episodes per second
         run.log(stats, "objective/scores", "objective/kl")
         if args.num_sample_generations and (step == 1 or run.is_due(num_updates // args.num_sample_generations)):
             show_samples(run, rollout, policy.tokenizer)
         schedule.step()
     run.finish()
-    if args.ema_decay:
-        save_model(ema, run.output / "ema", args)
 
 
 # --- 1. Sample --------------------------------------------------------------------------------------------------------
@@ -385,13 +343,10 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature):
 def sample_batch(policy, rows, args):
     """Step 1: samples a response to the prompt of each row."""
     prompts, prompt_mask = pad([row["input_ids"] for row in rows], policy.tokenizer, args, "left")  # (B, P)
-    T = args.response_length
-    if args.response_length_min:
-        T = int(torch.randint(args.response_length_min, T + 1, ()))
-    uniforms = torch.rand(len(rows), T).to(prompts.device)  # drawn on the CPU, for any device
+    uniforms = torch.rand(len(rows), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
     share = torch.arange(len(rows))[RANK::WORLD_SIZE]
     parts = []
-    with autocast(args), gathered(policy, args):
+    with autocast(args):
         for index in share.split(args.local_rollout_forward_batch_size):
             part = sample(policy, prompts[index], prompt_mask[index], uniforms[index], args.temperature)
             parts.append(part)
@@ -401,13 +356,13 @@ def sample_batch(policy, rows, args):
 
 
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
-def response_forward(model, r, args, **options):
-    """The logits / temperature (b, T, V) of the response tokens, in float32, and the model's output. Position P-1+t of
-    the input predicts response token t, both counted from 0."""
+def response_forward(model, r, args):
+    """(b, T, V) logits / temperature of the response tokens, in float32. Position P-1+t of the input predicts response
+    token t, both counted from 0."""
     P, T = r.prompts.shape[1], r.responses.shape[1]
     positions = torch.arange(P - 1, P + T - 1, device=r.mask.device)
-    output = forward(model, *r.joined(), use_cache=False, logits_to_keep=positions, **options)
-    return output.logits.float().div_(args.temperature), output  # in place, since the logits are the largest tensor
+    logits = forward(model, *r.joined(), use_cache=False, logits_to_keep=positions).logits
+    return logits.float().div_(args.temperature)  # in place, since it is the largest tensor
 
 
 def token_logprobs(logits, tokens):
@@ -417,38 +372,27 @@ def token_logprobs(logits, tokens):
 
 def logprobs_under(model, r, args):
     """(b, T) log-probabilities of the response tokens under a model."""
-    logits, _ = response_forward(model, r, args)
-    return token_logprobs(logits, r.responses)
+    return token_logprobs(response_forward(model, r, args), r.responses)
 
 
 def read_logprobs(policy, reference, rollout, args):
     """Adds the reference's log-probabilities and the KL (B, T) to the rollout."""
-
-    def exact_kl(r):  # a sum over the vocabulary
-        logprobs = response_forward(policy, r, args)[0].log_softmax(-1)  # (b, T, V)
-        with adapter_off(policy, reference):
-            ref_logits, _ = response_forward(reference, r, args)
-        return (logprobs.exp() * (logprobs - ref_logits.log_softmax(-1))).sum(-1)
-
     if args.bf16 or args.device != "cpu":  # the sampler reads token by token: with bf16 or TF32 its rounding matters
         rollout.old_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args)
     with adapter_off(policy, reference):
         rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
-    if args.kl_estimator == "full":
-        rollout.kl = rollout.in_micro_batches(exact_kl, args)
-    else:
-        rollout.kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator)
+    rollout.kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator)
 
 
 def kl_estimate(logprobs, ref_logprobs, estimator):
     """(B, T) estimate of KL(policy || reference) from the sampled token alone (Schulman 2020, "Approximating KL").
     k1 is unbiased and often negative; k2 is biased and has little variance; k3 is unbiased and never negative."""
     d = logprobs - ref_logprobs
-    if estimator in ("k1", "kl"):
+    if estimator == "k1":
         return d
     if estimator == "abs":
         return d.abs()
-    if estimator in ("k2", "mse"):
+    if estimator == "k2":
         return 0.5 * d**2
     return torch.expm1(-d) + d  # k3
 
@@ -459,27 +403,15 @@ def read_head(model, input_ids, attention_mask):
     return model.score(states).squeeze(-1)
 
 
-def critic_values(policy, critic, r, args, states=None):
-    """(b, T) values, each read one position before its token. A shared critic is a head on the policy's last hidden
-    states (b, P+T, D)."""
-    if args.critic == "separate":
-        values = read_head(critic, *r.joined())  # (b, P+T)
-    else:
-        if states is None:
-            states = forward(policy, *r.joined(), logits_to_keep=1, output_hidden_states=True).hidden_states[-1]
-        values = critic(states).squeeze(-1)
-    return values[:, -r.mask.shape[1] - 1 : -1]
+def critic_values(critic, r):
+    """(b, T) values, each read one position before its token."""
+    return read_head(critic, *r.joined())[:, -r.mask.shape[1] - 1 : -1]
 
 
 # --- 3. Reward --------------------------------------------------------------------------------------------------------
 def masked_sum(x, mask):
     """Sums over real tokens. Values on padding are ignored, even NaN."""
     return x.masked_fill(~mask, 0.0).sum()
-
-
-def masked_mean(x, mask):
-    """Mean over real tokens."""
-    return x[mask].mean()
 
 
 def masked_whiten(x, mask):
@@ -531,95 +463,69 @@ def value_loss(values, old_values, returns, mask, cliprange_value):
 
 
 # --- 6. Update --------------------------------------------------------------------------------------------------------
-def update(policy, critic, ema, optimizer, rollout, texts, args):
-    """Steps 5 and 6: passes over the batch, with one optimiser step for each mini-batch. Its gradient is that of the
-    mean loss over its tokens, however it is split into micro-batches and among processes: clip_gradient averages over
-    processes, so each divides its sum by the tokens / WORLD_SIZE."""
-    policy_group, critic_group = optimizer.param_groups
-    mini_batch_size = args.batch_size // args.num_mini_batches
-    options = {"output_router_logits": True} if args.aux_loss_coef else {}  # of the policy's forward pass
-    if args.critic == "shared":
-        options["output_hidden_states"] = True
-    logs = []  # means over the tokens of each mini-batch
-    num_skipped = args.num_ppo_epochs * args.num_mini_batches
+def update(policy, critic, optimizer, rollout, args):
+    """Steps 5 and 6: passes over the batch, with one optimiser step for each mini-batch. Returns means over its tokens.
+
+    The gradient of a mini-batch is that of the mean loss over its tokens, however it is split into micro-batches and
+    among processes: clip_gradient averages over processes, so each divides its sum by the tokens / WORLD_SIZE.
+    """
+    trained = [group["params"] for group in optimizer.param_groups]  # the policy's, and the critic's
+    totals = Counter()  # over tokens
+    norms = []  # of the gradients of policy and critic
+    num_steps = 0
     for _ in range(args.num_ppo_epochs):
-        for rows in torch.randperm(args.batch_size).to(args.device).split(mini_batch_size):  # (b,) row numbers
+        order = torch.randperm(args.batch_size).to(args.device)
+        for rows in order.split(args.batch_size // args.num_mini_batches):  # (b,) row numbers
             optimizer.zero_grad()
             num_tokens = rollout.mask[rows].sum() / WORLD_SIZE
             sums = Counter()
             for index in rollout.micro_batches(rows, args):
                 r = rollout.select(index)
                 with autocast(args):
-                    logits, output = response_forward(policy, r, args, **options)  # (b, T, V)
+                    logits = response_forward(policy, r, args)  # (b, T, V)
                 log_softmax = logits.log_softmax(-1)  # as in token_logprobs, but once for the entropy, too
                 logprobs = log_softmax.gather(-1, r.responses[..., None]).squeeze(-1)  # (b, T)
                 with torch.no_grad():
                     entropy = -log_softmax.exp().mul_(log_softmax).sum(-1)  # (b, T)
+                del logits, log_softmax  # the largest tensors of the update: the graph keeps what it needs
                 pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, r.mask, args.cliprange)
-                aux_loss = output.aux_loss if args.aux_loss_coef else 0.0  # a scalar: weighted by the tokens of r
-                policy_term = masked_sum(pg_loss + args.aux_loss_coef * aux_loss, r.mask) / num_tokens
-                states = output.hidden_states[-1] if args.critic == "shared" else None  # (b, P+T, D)
-                del logits, output, log_softmax  # the largest tensors of the update: the graph keeps what it needs
-                if args.critic == "separate":
-                    policy_term.backward()  # frees the policy's activations before the critic's forward pass
+                (masked_sum(pg_loss, r.mask) / num_tokens).backward()  # frees the activations of the policy
                 with autocast(args):
-                    values = critic_values(policy, critic, r, args, states)  # (b, T)
+                    values = critic_values(critic, r)  # (b, T)
                 vf_loss, vf_clipped = value_loss(values, r.values, r.returns, r.mask, args.cliprange_value)
-                loss = args.vf_coef * masked_sum(vf_loss, r.mask) / num_tokens
-                if args.critic == "shared":
-                    loss = loss + policy_term
-                loss.backward()
+                (args.vf_coef * masked_sum(vf_loss, r.mask) / num_tokens).backward()
                 seen = {"loss/policy_avg": pg_loss, "policy/clipfrac_avg": pg_clipped, "policy/entropy_avg": entropy}
                 seen |= {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped, "val/ratio": ratio}
                 seen |= {"ratio_squared": ratio**2, "ratio_error": (ratio - 1).abs(), "tokens": torch.ones_like(ratio)}
                 seen["policy/approxkl_avg"] = 0.5 * (logprobs - r.old_logprobs) ** 2
                 sums.update({name: masked_sum(x.detach(), r.mask) for name, x in seen.items()})  # a Counter adds
             sums = dict(zip(sums, all_reduce(torch.stack(list(sums.values()))).tolist()))
-            log = {name: x / sums["tokens"] for name, x in sums.items()} | {"tokens": sums["tokens"]}
-            logs.append(log)
-            is_too_far = args.target_kl and log["policy/approxkl_avg"] > 1.5 * args.target_kl
-            if is_too_far:  # also ends the outer loop
-                break
-            if log["val/ratio"] > args.ratio_threshold:
-                continue
-            log["gradient"] = {"loss/ptx": pretrain_gradient(policy, texts, args)} if texts else {}
-            policy_norm = clip_gradient(policy_group["params"], args.max_grad_norm).item()
-            critic_norm = clip_gradient(critic_group["params"], args.max_grad_norm).item()
-            log["gradient"] |= {"policy/grad_norm": policy_norm, "val/grad_norm": critic_norm}
-            if math.isfinite(policy_norm + critic_norm):  # otherwise the step would turn the weights into NaN
+            if not totals:
+                first_error = sums["ratio_error"] / sums["tokens"]
+            totals.update(sums)
+            norms.append([clip_gradient(parameters, args.max_grad_norm).item() for parameters in trained])
+            if math.isfinite(sum(norms[-1])):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
-                num_skipped -= 1
-                for kept, p in zip(ema.parameters() if ema else (), policy.parameters()):
-                    kept.data.lerp_(p.data, 1 - args.ema_decay)  # ema = decay * ema + (1 - decay) * policy
-        if is_too_far:
-            break
+                num_steps += 1
     optimizer.zero_grad()
-    return update_stats(logs) | {"val/skipped_steps": num_skipped}
+    means = {name: x / totals["tokens"] for name, x in totals.items()}
+    stats = {name: x for name, x in means.items() if "/" in name}
+    stats["val/ratio_var"] = max(0.0, means["ratio_squared"] - means["val/ratio"] ** 2)
+    stats["policy/first_ratio_error"] = first_error  # before the first step
+    stats["policy/grad_norm"], stats["val/grad_norm"] = np.mean(norms, 0).tolist()
+    stats["val/skipped_steps"] = args.num_ppo_epochs * args.num_mini_batches - num_steps
+    return stats
 
 
-# === End of the algorithm. Next: its metrics and additions, then what every program of this kind needs ===============
-def update_stats(logs):
-    """The metrics of an update: means over the tokens of its mini-batches, and over its gradients."""
-    tokens = [log["tokens"] for log in logs]
-    stats = {name: np.average([log[name] for log in logs], weights=tokens) for name in logs[0] if name != "gradient"}
-    stats["val/ratio_var"] = max(0.0, stats["ratio_squared"] - stats["val/ratio"] ** 2)
-    stats["policy/first_ratio_error"] = logs[0]["ratio_error"]  # before the first step
-    gradients = [log["gradient"] for log in logs if "gradient" in log]  # a skipped step has none
-    for name in gradients[0] if gradients else ():
-        stats[name] = np.mean([gradient[name] for gradient in gradients])
-    return {name: float(x) for name, x in stats.items() if "/" in name}
-
-
+# === End of the algorithm. Next: its metrics, then what every program of this kind needs =============================
 def rollout_stats(rollout, kl_coef):
-    """The metrics of a batch before the update, under TRL's names. Scores are those before scaling and clipping."""
+    """The metrics of a batch before the update, under TRL's names."""
     B, mask, score = len(rollout.mask), rollout.mask, rollout.scores.mean().item()
     kl = masked_sum(rollout.kl, mask).item() / B
-    k3 = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k3")  # (B, T)
     returns = rollout.returns[mask]
     residuals = returns - rollout.values[mask]
     stats = {
         "objective/kl": kl,
-        "objective/kl_k3": masked_sum(k3, mask).item() / B,
         "objective/kl_coef": kl_coef,
         "objective/entropy": masked_sum(-rollout.old_logprobs, mask).item() / B,  # from the sampled tokens
         "objective/non_score_reward": -kl_coef * kl,
@@ -638,30 +544,6 @@ def rollout_stats(rollout, kl_coef):
     return stats
 
 
-def evaluate(policy, reward_model, reward_fns, prompts, args):
-    """Scores likely answers to the test prompts, sampled at temperature .01 as for TRL's tables."""
-    N = len(prompts)
-    rows = (prompts * WORLD_SIZE)[: N + -N % WORLD_SIZE]  # equally many for each process
-    rollout = sample_batch(policy, rows, replace(args, temperature=0.01, response_length_min=None))
-    score_responses(rollout, reward_model, reward_fns, policy.tokenizer, args)
-    stats = {f"eval/rewards/{name}/mean": x[:N].nanmean().item() for name, x in rollout.reward_table.items()}
-    stats["eval/scores"] = rollout.scores[:N].mean().item()
-    stats["eval/eos_share"] = rollout.ended[:N].float().mean().item()
-    stats["eval/response_length"] = rollout.mask[:N].sum(1).float().mean().item()
-    return stats
-
-
-def check_update(stats, step, policy):
-    """Ends a run whose first ratio is not 1 but for rounding; warns of one that never stops, or learns nothing."""
-    is_one = stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
-    message = "rollout and update use different distributions (policy/first_ratio_error): does the model ignore "
-    require(is_one or step > 1, message + "position_ids or the attention mask, or have dropout or infinite weights?")
-    if policy.stop_token_ids and stats["val/eos_share"] < 0.5:
-        warnings.warn("most responses have no stop token: see --response-length, --missing-eos-penalty, --stop-token")
-    if stats["objective/scores_std"] < 1e-6:
-        warnings.warn("all scores of the batch are equal, so no response is better than another: check the reward")
-
-
 def show_samples(run, rollout, tokenizer):
     """Prints four episodes as a table, and saves their tensors for tools/xray.py."""
     r = rollout.select(torch.arange(min(4, len(rollout.mask)), device=rollout.mask.device))
@@ -671,93 +553,35 @@ def show_samples(run, rollout, tokenizer):
     run.show({"prompt": prompts, "response": responses, "score": scores}, vars(r))
 
 
-# --- Additions to PPO: score scaling, pretraining texts ---------------------------------------------------------------
-def scale_scores(scores, sums, args):
-    """Scales and clips scores (B,) for the reward (TRL 0.7). `sums` has the number of scores so far, their sum and that
-    of their squares; it is updated in place."""
-    if args.score_scaling:
-        new = scores.double()
-        sums[:] = sums[0] + len(new), sums[1] + new.sum().item(), sums[2] + (new**2).sum().item()
-        mean = sums[1] / sums[0]
-        variance = max(0.0, sums[2] - sums[0] * mean**2) / max(1, sums[0] - 1)
-        if args.score_scaling == "norm":
-            scores = scores - mean
-        scores = scores / (math.sqrt(variance) + torch.finfo(scores.dtype).eps)
-    return scores.clamp(-args.score_clip, args.score_clip) if args.score_clip else scores
-
-
-def adapt_kl_coef(kl_coef, kl, args):
-    """The next kl_coef, which moves the KL towards its target (Ziegler et al. 2019, sec. 2.2)."""
-    error = max(-0.2, min(0.2, kl / args.kl_target - 1))
-    return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
-
-
-def pretrain_gradient(policy, texts, args):
-    """Adds the gradient of ptx_coef times the mean of -log pi over the tokens of pretraining texts, as many as a
-    mini-batch has responses (InstructGPT, eq. 2). Returns the mean."""
-    drawn = torch.randint(len(texts), (args.batch_size // args.num_mini_batches,)).tolist()
-    ids, mask = pad([texts[i] for i in drawn], policy.tokenizer, args)  # (B, S)
-    num_tokens = mask[:, 1:].sum() / WORLD_SIZE  # as in `update`
-    total = torch.zeros((), device=args.device)
-    for rows in torch.arange(len(ids))[RANK::WORLD_SIZE].split(args.micro_batch_size):
-        with autocast(args):
-            logits = forward(policy, ids[rows], mask[rows].long(), use_cache=False).logits
-        logprobs = token_logprobs(logits[:, :-1].float(), ids[rows, 1:])  # (b, S-1)
-        loss = masked_sum(-logprobs, mask[rows, 1:]) / num_tokens
-        (args.ptx_coef * loss).backward()
-        total += loss.detach() / WORLD_SIZE
-    return all_reduce(total).item()
-
-
 # --- Models and data --------------------------------------------------------------------------------------------------
-CURVES = {"score": "scores$|/mean$", "KL, nats": "objective/kl$", "share that end": "eos_share$"}  # panels: metrics
+CURVES = "scores$|/mean$|objective/kl$|eos_share$"  # metrics of curves.png
 
 
 def load_models(args):
     """Loads policy and reward model, and makes the others of them: the reference (with LoRA the policy, while its
-    adapter is off), critic, moving average. None has dropout: rollout, scoring and loss use one distribution."""
+    adapter is off) and the critic. None has dropout: rollout, scoring and loss use one distribution."""
     policy = load_model(AutoModelForCausalLM, args.model)
     policy.stop_token_ids = []
     for text in args.stop_token:
-        ids = policy.tokenizer.encode(text, add_special_tokens=False)
-        is_token = text in ("eos", "none") or (len(ids) == 1 and policy.tokenizer.decode(ids) == text)
-        require(is_token, f"--stop-token {text!r} is not one token of {args.model}, but {ids}")
-        policy.stop_token_ids += {"eos": eos_tokens(policy), "none": []}.get(text, ids)
+        ids = eos_tokens(policy) if text == "eos" else policy.tokenizer.encode(text, add_special_tokens=False)
+        require(text == "eos" or len(ids) == 1, f"--stop-token {text!r} is not one token of {args.model}, but {ids}")
+        policy.stop_token_ids += ids
     policy.generation_config.eos_token_id = policy.stop_token_ids or None  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
     reward_model = load_reward_model(args, policy)
-    if args.critic == "separate" and reward_model is not None and reward_model.has_same_tokens:
+    if reward_model is not None and reward_model.reads_policy_ids:
         critic = deepcopy(reward_model).requires_grad_(True)  # as in the N+ details
-    else:  # V starts at 0. In OPT-350m, states have half of hidden_size
-        critic = Head(torch.zeros(1, policy.get_output_embeddings().weight.shape[1]))
-        if args.critic == "separate":  # a head on a copy of the policy
-            critic = nn.ModuleDict({"base_model": deepcopy(policy.base_model), "score": critic})
-            critic.base_model.config.use_cache = False
+    else:  # a head on a copy of the policy: V starts at 0. In OPT-350m, states have half of hidden_size
+        head = Head(torch.zeros(1, policy.get_output_embeddings().weight.shape[1]))
+        critic = nn.ModuleDict({"base_model": deepcopy(policy.base_model), "score": head})
+        critic.base_model.config.use_cache = False
     reference = policy if args.lora_r else deepcopy(policy).requires_grad_(False)
     if args.lora_r:
         add_adapter(policy, args, "CAUSAL_LM")
-    ema = deepcopy(policy) if args.ema_decay else None
-    models = [policy, reference, critic, reward_model, ema]
+    models = [policy, reference, critic, reward_model]
     for model in filter(None, dict.fromkeys(models)):
         place(model, args)
     return models
-
-
-def make_optimizer(args, policy, critic):
-    """AdamW with two groups of parameters, the policy's and the critic's."""
-    policy_group = {"params": [p for p in policy.parameters() if p.requires_grad], "lr": args.learning_rate}
-    only_policy_has_lora = args.lora_r and args.critic == "separate"  # LoRA's default rate is ten times as high
-    critic_rate = args.critic_learning_rate or args.learning_rate / (10 if only_policy_has_lora else 1)
-    critic_group = {"params": list(critic.parameters()), "lr": critic_rate}
-    options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay}
-    return torch.optim.AdamW([policy_group, critic_group], fused=True, **options)  # fused: ten times as fast on a CPU
-
-
-def load_pretrain_texts(args, tokenizer):
-    """Token ids of the texts of --pretrain-data, with EOS, cut to the length of a prompt with its response."""
-    texts = [row["text"] for row in read_rows(args.pretrain_data, None, "train")] if args.pretrain_data else []
-    limit = args.max_prompt_length + args.response_length
-    return [np.append(ids, tokenizer.eos_token_id)[:limit] for ids in encode(texts, tokenizer)]
 
 
 def choose_sizes(args, policy, prompts):
@@ -774,12 +598,10 @@ def choose_sizes(args, policy, prompts):
     batch_size = per_device * args.gradient_accumulation_steps * parts if per_device else args.batch_size
     rows = args.micro_batch_size or per_device or (16 if args.device == "cpu" else max(1, 8192 // longest))
     num_updates = args.total_episodes // batch_size
-    is_whole = batch_size % parts == 0 and num_updates > 0
-    require(is_whole, f"{batch_size} responses are no multiple of {parts} (mini-batches x processes), or too many")
+    require(batch_size % parts == 0, f"{batch_size} responses are no multiple of {parts} (mini-batches x processes)")
+    require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {batch_size}")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    print(
-        f"{num_updates} updates of {batch_size} responses, {args.num_mini_batches} mini-batches, {rows} rows at a time"
-    )
+    print(f"{num_updates} updates of {batch_size} responses in {args.num_mini_batches} mini-batches, {rows} at a time")
     sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
     sizes["local_rollout_forward_batch_size"] = args.local_rollout_forward_batch_size or 4 * rows
     return replace(args, per_device_train_batch_size=None, **sizes)
@@ -797,43 +619,38 @@ def load_reward_model(args, policy):
     require(is_causal, f"{args.reward_model} is not a causal model with one label: see rewards/classifier.py")
     model.score = Head(model.score.weight, getattr(model.config, "reward_bias", 0.0))
     model.config.use_cache = False
-    if model.config.pad_token_id == model.tokenizer.eos_token_id and not hasattr(model.config, "reward_bias"):
-        print(
-            f"{args.reward_model}: pad token and EOS are one. It is read at EOS; other libraries read one token before"
-        )
     a, b = policy.tokenizer, model.tokenizer
-    model.has_same_tokens = a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
+    has_same_tokens = a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
+    model.reads_policy_ids = has_same_tokens and b.chat_template in (None, a.chat_template)
     return model.requires_grad_(False)
 
 
-def score_responses(rollout, reward_model, reward_fns, tokenizer, args):
+def score_responses(rollout, reward_fns, tokenizer, args):
     """Adds the rewards (B,) of each function to the rollout, and the scores (B,): the weighted sum of the rewards,
     minus the penalty for a missing stop token. A None counts as 0; if all are None, the score is the mean score."""
-    rollout.reward_table = {}
-    for name, function in reward_fns.items():
-        if function is None:
-            rewards = rollout.in_micro_batches(lambda r: model_reward(reward_model, r, tokenizer, args), args)
-        else:
-            rewards = function_reward(function, rollout, tokenizer, args)
-        rollout.reward_table[name] = rewards
+    rollout.reward_table = {name: reward_of(rollout, tokenizer, args) for name, reward_of in reward_fns.items()}
     table = torch.stack(list(rollout.reward_table.values()))  # (K, B)
     require(not table.isinf().any(), "a function of --reward-fn returned an infinite reward")
     weights = table.new_tensor(args.reward_weights or [1.0] * len(table))
     scores = (table * weights[:, None]).nansum(0)
-    if args.stop_token != ("none",):  # with none, no response has a stop token
+    if args.stop_token:  # without stop tokens, no response ends
         scores = torch.where(rollout.ended, scores, scores - args.missing_eos_penalty)  # in the N+ details: -1
     unscored = table[weights != 0].isnan().all(0)
     rollout.scores = torch.where(unscored, scores[~unscored].mean().nan_to_num(), scores)
 
 
-def model_reward(model, r, tokenizer, args):
-    """(b,) rewards of a reward model, which reads its head at the last token. For a model with another tokenizer or
+def model_reward(model, rollout, tokenizer, args):
+    """(B,) rewards of a reward model, which reads its head at the last token. For a model with another tokenizer or
     chat template than the policy, the texts are encoded again."""
-    ids, mask = r.joined()
-    if not model.has_same_tokens or model.tokenizer.chat_template not in (None, tokenizer.chat_template):
-        ids, mask = pad(encode_again(r, tokenizer, model.tokenizer), model.tokenizer, args)
-    last = mask.long().cumsum(1).argmax(1, keepdim=True)  # (b, 1) where all real tokens are counted
-    return read_head(model, ids, mask.long()).gather(1, last).squeeze(1)
+
+    def read(r):
+        ids, mask = r.joined()
+        if not model.reads_policy_ids:
+            ids, mask = pad(encode_again(r, tokenizer, model.tokenizer), model.tokenizer, args)
+        last = mask.long().cumsum(1).argmax(1, keepdim=True)  # (b, 1) where all real tokens are counted
+        return read_head(model, ids, mask.long()).gather(1, last).squeeze(1)
+
+    return rollout.in_micro_batches(read, args)
 
 
 def encode_again(r, tokenizer, other):
@@ -861,14 +678,16 @@ def decode(r, tokenizer):
     return prompts, responses
 
 
-def load_reward_fns(args):
-    """The functions of --reward-fn by name: `file.py:name`, or None for the reward model."""
+def load_reward_fns(args, reward_model):
+    """The rewards of --reward-fn by name, each a function of (rollout, tokenizer, args)."""
     reward_fns = {}
     for spec in args.reward_fn:
         file, _, name = spec.rpartition(":")
-        require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
-        reward_fns[name] = load_function(file, name) if file else None
         require(file or name == "reward_model", f"--reward-fn {spec}: should be file.py:name, or reward_model")
+        require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
+        reward_fns[name] = partial(model_reward, reward_model)
+        if file:
+            reward_fns[name] = partial(function_reward, load_function(file, name))
     is_one_each = len(args.reward_weights or reward_fns) == len(reward_fns)
     require(is_one_each, "--reward-weights needs one number for each function of --reward-fn")
     return reward_fns
@@ -878,23 +697,16 @@ def load_function(file, name):
     """Imports a function of a Python file, which finds its neighbours before other modules of their names."""
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    for neighbour in path.parent.glob("*.py"):
-        loaded = getattr(sys.modules.get(neighbour.stem), "__file__", None)
-        if loaded not in (None, str(neighbour)) and neighbour.stem not in sys.stdlib_module_names:
-            del sys.modules[neighbour.stem]
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look it up there
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+    for neighbour in {path.stem for path in path.parent.glob("*.py")} - sys.stdlib_module_names:
+        sys.modules.pop(neighbour, None)
+    return getattr(importlib.import_module(path.stem), name)
 
 
 def function_reward(function, rollout, tokenizer, args):
     """(B,) rewards of a user's function, with TRL's signature: f(prompts, completions, **columns) -> numbers or None.
 
-    All arguments are lists with one value per row: prompts, prompts_text (as the policy read them), completions,
-    completion_ids, and the columns of the dataset. If the prompts are messages, so are the completions. Each process
-    calls the function for its share of the rows.
+    All arguments are lists with one value per row: prompts, prompts_text (as the policy read them), completions (like
+    the prompts, texts or messages), completion_ids, and the columns of the dataset. A process passes its share of rows.
     """
     r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=args.device))
     columns = {name: [deepcopy(row[name]) for row in r.rows] for name in r.rows[0]}
@@ -911,15 +723,13 @@ def function_reward(function, rollout, tokenizer, args):
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
-def load_prompts(args, split, tokenizer):
-    """The rows of a split, each with the ids of its prompt as `input_ids`. Prompts that are too long are dropped."""
-    rows = read_rows(args.dataset, args.dataset_config, split)
+def load_prompts(args, tokenizer):
+    """The rows of the dataset, each with the ids of its prompt as `input_ids`, without prompts that are too long."""
+    rows = read_rows(args.dataset, args.dataset_config, args.dataset_train_split)
     form = list if rows and isinstance(rows[0].get("prompt"), list) else str  # messages or texts
 
     def text_of(row):
         """The prompt as the policy reads it. Messages are rendered up to where the assistant's answer begins."""
-        reserved = row.keys() & {"input_ids", "prompts", "prompts_text", "completions", "completion_ids"}
-        require(not reserved, f"rename the column {reserved}: reward functions have arguments of that name")
         prompt = row.get("prompt")
         is_one = prompt and isinstance(prompt, form)
         require(is_one, f"'prompt' should be a text in all rows, or messages in all rows, but this is {prompt!r:.60}")
@@ -928,17 +738,16 @@ def load_prompts(args, split, tokenizer):
         check_messages(prompt, last="user")
         return render(prompt, row, tokenizer, add_generation_prompt=True)
 
-    texts = parse(rows, text_of, f"{args.dataset}, {split}")
+    texts = parse(rows, text_of, args.dataset)
     for row, ids in zip(rows, encode(texts, tokenizer, is_chat=form is list)):
         row["input_ids"] = ids
     prompts = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
-    require(prompts or split != args.dataset_train_split, f"{args.dataset} has no prompts in its split {split}")
-    unknown = [np.mean(row["input_ids"] == tokenizer.unk_token_id) > 0.5 for row in prompts]
-    is_known = tokenizer.unk_token == tokenizer.eos_token or not any(unknown) or np.mean(unknown) < 0.5
-    require(is_known, f"{split}: most words are unknown to the tokenizer of {args.model}: choose another --model")
-    if prompts:
-        print(f"{split}: {len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
-        print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
+    print(f"{len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
+    require(prompts, f"{args.dataset} has no prompts to train on")
+    print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
+    unknown = tokenizer.unk_token_id if tokenizer.unk_token != tokenizer.eos_token else None
+    share = np.mean(np.concatenate([row["input_ids"] for row in prompts]) == unknown)
+    require(share < 0.5, f"most words are unknown to the tokenizer of {args.model}: choose another --model")
     return prompts
 
 
@@ -1081,11 +890,9 @@ def add_adapter(model, args, task_type):
 def adapter_off(policy, reference):
     """With LoRA, the policy is the reference while its adapter is off, within this context."""
     if reference is policy:
-        reshard(policy)  # switching sets requires_grad, which has to happen on shards, not on gathered weights
         policy.disable_adapters()
     yield
     if reference is policy:
-        reshard(policy)
         policy.enable_adapters()
 
 
@@ -1121,11 +928,7 @@ def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
     is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
     require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
-    require("RANK" in os.environ or not args.zero_stage, "--zero-stage needs torchrun --nproc-per-node N")
-    if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
-        print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # at each checkpoint of a single process
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
@@ -1156,69 +959,40 @@ def all_gather(x):
 
 
 def place(model, args):
-    """Moves a model to the device. With --zero-stage, torch's FSDP2 shards it, layer by layer, and averages its
-    gradients over processes. Stage 2 shards only models in training."""
+    """Moves a model to the device. Recomputes its layers, or runs them in bfloat16, as the settings say."""
     is_trained = any(p.requires_grad for p in model.parameters())
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for layer in layers:
+    for layer in model.modules():
+        if not isinstance(layer, GradientCheckpointingLayer):
+            continue
         if args.gradient_checkpointing and is_trained:
             recompute_activations(layer)
         for module in layer.modules():
             if args.bf16 and isinstance(module, nn.Linear) and not module.weight.requires_grad:
                 module.bfloat16()  # once: autocast would cast a frozen weight at each use
-    if args.zero_stage == 3 or (args.zero_stage == 2 and is_trained):
-        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
-        for module in layers + roots:
-            fully_shard(module, reshard_after_forward=args.zero_stage == 3)
     model.to(args.device)
 
 
-def reshard(model):
-    """Frees the weights that a pass through a sharded model has gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-@contextmanager
-def gathered(model, args):
-    """Within this context, each process has all weights of a sharded model: they are sent once, not for each token."""
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
-    yield
-    for part in parts:
-        part.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
-        part.reshard()
-
-
 def clip_gradient(parameters, max_norm):
-    """Clips the gradient to max_norm, and returns its norm before. FSDP2 has averaged the gradients of sharded models
-    over the processes; those of other models are averaged here."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
-        for gradient in gradients:
-            dist.all_reduce(gradient)
-            gradient /= WORLD_SIZE
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """Averages the gradient over processes, clips it to max_norm, and returns its norm before."""
+    for p in parameters:
+        if WORLD_SIZE > 1 and p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= WORLD_SIZE
+    return nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves. In
-    a checkpoint, each process writes its weights and moments as safetensors; then process 0 adds state.json with
-    `carry`, what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
+    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
+    `carry` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
         self.args = args
         self.num_steps = num_steps
         self.optimizer = optimizer
         self.carry = carry
-        self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
+        self.models = nn.ModuleDict(models)
         self.step = 0
-        self.seconds = {}  # of each phase of this step
         self.stop_requested = False
         self.saved_at = time.time()
         script = Path(__file__).stem
@@ -1235,16 +1009,12 @@ class Run:
         if RANK:
             return
         self.output.mkdir(parents=True, exist_ok=bool(args.resume))
-        options = {"shell": True, "cwd": Path(__file__).resolve().parent, "capture_output": True, "text": True}
-        revision = subprocess.run("git describe --always --dirty", **options).stdout.strip()  # "" without git
-        code = {"script": Path(__file__).name, "version": "2026.11", "revision": revision}
-        settings = {"code": code} | asdict(args)
-        (self.output / "args.json").write_text(json.dumps(settings, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
         self.file = open(self.output / "metrics.jsonl", "a")
         if args.track:
             import wandb
 
-            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": settings}
+            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
             self.wandb = wandb.init(project=os.environ.get("WANDB_PROJECT", "rlhf"), **options)
 
     def steps(self):
@@ -1255,6 +1025,7 @@ class Run:
                 signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
+            self.step_started = time.perf_counter()
             yield self.step
             is_late = time.time() - self.saved_at > 600
             stops, lates = all_reduce(torch.tensor([int(self.stop_requested), int(is_late)])).tolist()
@@ -1262,18 +1033,8 @@ class Run:
             if stops or lates or self.step % self.args.save_steps == 0:
                 self.save()
 
-    @contextmanager
-    def clock(self, phase):
-        """Times one phase of the step."""
-        start = time.perf_counter()
-        yield
-        if self.args.device != "cpu":
-            torch.accelerator.synchronize()
-        self.seconds[phase] = time.perf_counter() - start
-
     def log(self, stats, *shown):
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
-        stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
         self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
         self.bar.update()
@@ -1288,48 +1049,39 @@ class Run:
         return self.step % max(1, every) == 0 or self.step == self.num_steps
 
     def show(self, columns, tensors):
-        """Prints texts as a table, and saves the tensors that belong to them in samples/, for tools/xray.py."""
+        """Prints a row of each text, and saves the tensors that belong to them in samples/, for tools/xray.py."""
         if RANK:
             return
-        table = Table(*columns, title=f"update {self.step} of {self.num_steps}", show_lines=True)
         for row in zip(*columns.values()):
-            table.add_row(*map(Text, row))  # a Text shows markup as it is
-        with self.bar.external_write_mode():
-            Console().print(table)
+            self.bar.write("".join(f"{name}: {text}\n" for name, text in zip(columns, row)))
         tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
         (self.output / "samples").mkdir(exist_ok=True)
         save_file(tensors, self.output / f"samples/step-{self.step:08d}.safetensors")
 
-    def tensors(self):
-        """All trained weights and the optimiser's moments by name; if sharded, this process's shards."""
-        reshard(self.models)
-        options = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
-        state = state_dict.get_optimizer_state_dict(self.models, self.optimizer, options=options)
-        moments = {name: x for name, x in state.items() if isinstance(x, Tensor)}
-        return moments | {name: p for name, p in self.models.named_parameters() if p.requires_grad}
-
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
-        unfinished = self.output / "checkpoints/unfinished"
-        if not RANK:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-        dcp.save(self.tensors(), storage_writer=HuggingFaceStorageWriter(unfinished, save_distributed=True))
         self.saved_at = time.time()
-        if not RANK:
-            (unfinished / "state.json").write_text(json.dumps({"step": self.step, "carry": self.carry}))
-            unfinished.rename(self.output / f"checkpoints/step-{self.step:08d}")
-            for old in sorted(self.output.glob("checkpoints/step-*"))[: -(self.args.save_total_limit or 1)]:
-                shutil.rmtree(old)
+        if RANK:
+            return
+        folder = self.output / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        weights = {name: p.data for name, p in self.models.named_parameters() if p.requires_grad}
+        state = {"step": self.step, "carry": self.carry, "weights": weights, "optimizer": self.optimizer.state_dict()}
+        torch.save(state, folder / "unfinished.pt")
+        (folder / "unfinished.pt").rename(folder / f"step-{self.step:08d}.pt")
+        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
+            old.unlink()
 
     def restore(self):
         """Continues from the newest checkpoint, or starts from scratch if there is none."""
-        found = sorted(self.output.glob("checkpoints/step-*"))
+        found = sorted(self.output.glob("checkpoints/step-*.pt"))
         is_over = (self.output / "README.md").exists() and not found
         require(not is_over, f"{self.output} is complete, and kept no checkpoint (see --save-total-limit)")
-        for folder in found[-1:]:
-            print(f"reading {folder} (if it is damaged, remove it)")
-            dcp.load(self.tensors(), storage_reader=HuggingFaceStorageReader(folder))
-            state = json.loads((folder / "state.json").read_text())
+        for file in found[-1:]:
+            print(f"reading {file} (if it is damaged, remove it)")
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            self.models.load_state_dict(state["weights"], strict=False)  # it has the trained weights alone
+            self.optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]
             self.carry.update(state["carry"])
         if not RANK:
@@ -1339,9 +1091,9 @@ class Run:
     def finish(self):
         """Saves the model, the model card and the curves."""
         self.bar.close()
-        save_model(self.models["model"], self.output, self.args)
         if RANK:
             return
+        save_model(self.models["model"], self.output, self.args)
         self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -1353,12 +1105,7 @@ class Run:
 
 def save_model(model, folder, args):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
-    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = state_dict.get_model_state_dict(model, options=options)
-    if RANK:
-        return
-    weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
-    model.save_pretrained(folder, state_dict=weights)
+    model.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
     if args.lora_r:
         from peft import PeftModel
@@ -1371,24 +1118,16 @@ def save_model(model, folder, args):
 
 
 def describe(folder, args):
-    """Writes curves.png, with a panel for each of CURVES, and README.md, the model card."""
+    """Writes curves.png, with a panel for each metric of CURVES, and README.md, the model card."""
     import pandas
-    from matplotlib.figure import Figure
 
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
-    for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
-        axis.set_title(title)
-        for name, values in lines.filter(regex=pattern).items():
-            axis.plot(values, "o" if name.startswith("eval") else "-", label=name)
-        axis.legend()
-    figure.savefig(folder / "curves.png", dpi=120)
-    defaults = asdict(Args())
-    changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
-    metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    code = " ".join(json.loads((folder / "args.json").read_text())["code"].values())
-    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model or 'scratch'}.\n\n"
-    card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
+    curves = lines.filter(regex=CURVES).astype(float)
+    axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-", xlabel="step")
+    axes.flat[0].figure.savefig(folder / "curves.png", dpi=120)
+    settings = (folder / "args.json").read_text()
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nTrained from {args.model or 'scratch'} on {args.dataset}.\n"
+    card += f"## Settings\n```\n{settings}\n```\n## Last metrics\n```\n{lines.ffill().iloc[-1].to_string()}\n```\n"
     (folder / "README.md").write_text(card)
 
 
@@ -1399,10 +1138,7 @@ def read_command_line():
     if args.resume:
         file = Path(args.resume, "args.json")
         require(file.exists(), f"--resume {args.resume}: there is no run in this folder")
-        settings = json.loads(file.read_text())
-        script = settings.pop("code")["script"]
-        require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
-        args = read(default=Args(**settings))
+        args = read(default=Args(**json.loads(file.read_text())))
     return args
 
 
