@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
-#     "matplotlib==3.11.2", "pydantic==2.14.3", "rich==15.0.0", "tqdm==4.70.1",
+#     "matplotlib==3.11.2", "pydantic==2.14.3", "tqdm==4.70.1",
 # ]
 # ///
 """GRPO with an environment (a game, a tool or a user), over several turns: policy + environment -> better policy.
@@ -49,12 +49,9 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-import warnings
 from collections import Counter
-from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -66,20 +63,13 @@ import numpy as np
 import pydantic
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import tyro
 from jinja2 import TemplateError
 from pydantic import Field
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache, get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
@@ -91,8 +81,7 @@ TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Settings. A type limits the values; the comment beside or above a setting is its help text
-
+# --- Settings. A type limits the values; the comment beside a setting is its help text
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -114,7 +103,7 @@ class Args:
     credit: Literal["episode", "turn"] = "episode"  # one advantage per episode, or per turn
     # divides advantages by: the standard deviation of the group or batch; the group's mean (MaxRL, for scores of 0 or
     # more); 1 (none, Dr. GRPO)
-    scale_rewards: Literal["group", "batch", "mean", "none"] = "batch"
+    scale_rewards: Literal["group", "batch", "none"] = "batch"
     # weights of tokens. dapo: all equal; grpo: equal sums for all episodes; dr_grpo: a constant
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high
@@ -139,8 +128,7 @@ class Args:
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
     # --- Batch sizes ---
     batch_size: Count = 512  # episodes per update, on all GPUs together
-    # episodes per forward and backward pass; changes only the rounding. By default 2048 tokens on a CPU, 8192 on a GPU
-    micro_batch_size: Count | None = None
+    micro_batch_size: Count | None = None  # episodes per pass; by default 2048 tokens on a CPU, 8192 on a GPU
     # --- Models: a folder, or a name on the hub ---
     model: Annotated[Name, alias("--model-name-or-path")] = f"{TOY}/guess/sft"  # policy to start from
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
@@ -148,11 +136,10 @@ class Args:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text or messages that end with the user's; the environment gets all columns ---
     max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
-    # folder of train.jsonl and validation.jsonl (or .parquet), one such file, or a name on the hub
+    # folder of SPLIT.jsonl or SPLIT.parquet, one such file, or a name on the hub
     dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/guess/data/prompts"
     dataset_config: Annotated[Name | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
-    dataset_test_split: Name | None = "validation"  # split to evaluate on, if there is one
     # --- Run ---
     seed: Natural = 1  # seed of episodes, order of rows, mini-batches, and adapters
     total_episodes: Count = 51_200  # number of episodes to train on
@@ -161,11 +148,8 @@ class Args:
     device: Name = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
     save_steps: Count = 10  # updates between checkpoints, which hold the full state of the run
     save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
-    eval_steps: Count = 10  # updates between evaluations; the last update is always followed by one
-    num_eval_prompts: Count = 64  # number of test prompts in an evaluation
     num_sample_generations: Natural = 10  # number of tables of episodes to print, plus one after update 1 (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
-    zero_stage: Literal[0, 2, 3] = 0  # torchrun: 2 shards gradients and optimiser state over GPUs; 3 also the weights
 
 
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
@@ -173,9 +157,8 @@ def train(args):
     """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     start(args)
     policy, reference = load_models(args)
-    prompts = load_prompts(args, args.dataset_train_split, policy.tokenizer)
-    eval_prompts = load_prompts(args, args.dataset_test_split, policy.tokenizer)[: args.num_eval_prompts]
-    args = choose_sizes(args, policy, prompts + eval_prompts)  # from here on, all sizes are set
+    prompts = load_prompts(args, policy.tokenizer)
+    args = choose_sizes(args, policy, prompts)  # from here on, all sizes are set
     B, G, num_updates = args.batch_size, args.num_generations, args.total_episodes // args.batch_size
     passes = range(1 + args.total_episodes // (G * len(prompts)))
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
@@ -190,10 +173,8 @@ def train(args):
 
         # 1. Play, and 2. score
         rows = [prompts[i] for i in order[(step - 1) * B // G : step * B // G] for _ in range(G)]
-        with run.clock("rollout"):
-            rollout = play_batch(policy, rows, args)
-        with run.clock("score"):
-            read_logprobs(policy, reference, rollout, args)
+        rollout = play_batch(policy, rows, args)
+        read_logprobs(policy, reference, rollout, args)
 
         # 3. Advantage
         rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # (B, 1)
@@ -204,13 +185,11 @@ def train(args):
             rollout.loss_mask = rollout.written & rollout.ended[:, None]
 
         # 4. Loss, and 5. update
-        with run.clock("update"):
-            stats = update(policy, optimizer, rollout, args)
+        stats = update(policy, optimizer, rollout, args)
         stats |= rollout_stats(rollout, G)
-        check_update(stats, step)
+        is_one = step > 1 or stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
+        require(is_one, "the first ratio is not 1: does the model ignore the attention mask, or have dropout?")
 
-        if eval_prompts and run.is_due(args.eval_steps):
-            stats |= evaluate(policy, eval_prompts, args)
         stats |= {"learning_rate": schedule.get_last_lr()[0], "episode": step * B}
         run.log(stats, "reward", "turns")
         if args.num_sample_generations and (step == 1 or run.is_due(num_updates // args.num_sample_generations)):
@@ -371,7 +350,7 @@ def play_batch(policy, rows, args):
     uniforms = torch.rand(len(rows), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
     share = torch.arange(len(rows))[RANK::WORLD_SIZE]
     parts = []
-    with autocast(args), gathered(policy, args), torch.random.fork_rng(devices=[]):  # games may draw numbers, too
+    with autocast(args), torch.random.fork_rng(devices=[]):  # games may draw numbers, too
         for index in share.split(args.local_rollout_forward_batch_size):
             some = [rows[i] for i in index]
             part = play(policy, some, prompts[index], prompt_mask[index], uniforms[index], args)
@@ -409,20 +388,16 @@ def read_logprobs(policy, reference, rollout, args):
     if args.bf16 or args.device != "cpu":  # the sampler reads token by token: with bf16 or TF32 its rounding matters
         rollout.old_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args)
     if args.beta:
-        with adapter_off(policy, reference):
-            rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
+        rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
 
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
 def group_advantages(scores, G, scale):
-    """(B,) each score minus the group's mean, divided by a standard deviation (TRL) or by that mean (MaxRL).
+    """(B,) each score minus the group's mean, divided by a standard deviation (TRL).
 
     A group is G neighbouring rows. With G = 4, scores [1, 0, 0, 0] give
         none   [.75, -.25, -.25, -.25]
-        group  [1.5, -.5, -.5, -.5]: divided by the group's standard deviation, .5. Rare successes get a higher weight,
-               and so do rare failures (criticised in Dr. GRPO)
-        mean   [3, -1, -1, -1]: divided by the group's mean, .25. Only rare successes get a higher weight, as in the
-               gradient of log P(right answer)
+        group  [1.5, -.5, -.5, -.5]: divided by .5. Rare successes and rare failures weigh more (see Dr. GRPO)
     """
     groups = scores.view(-1, G)
     groups = groups - groups[:, :1]  # so that equal scores give exactly 0, in spite of rounding
@@ -431,8 +406,6 @@ def group_advantages(scores, G, scale):
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)  # 1e-4: never 0 (TRL)
     if scale == "batch":
         advantages = advantages / (scores.std() + 1e-4)
-    if scale == "mean":
-        advantages = advantages / (scores.view(-1, G).mean(1, keepdim=True) + 1e-4)
     return advantages.flatten()
 
 
@@ -552,25 +525,6 @@ def rollout_stats(rollout, G):
     return {name: x.item() for name, x in stats.items()}
 
 
-def evaluate(policy, prompts, args):
-    """Plays likely episodes from the test rows, sampled at temperature .01 as for TRL's tables."""
-    rows = prompts + prompts[: -len(prompts) % WORLD_SIZE]  # equally many for each process
-    rollout = play_batch(policy, rows, replace(args, temperature=0.01))
-    stats = rollout_stats(rollout.select(torch.arange(len(prompts), device=args.device)), 1)
-    return {"eval/scores": stats["reward"], "eval/turns": stats["turns"], "eval/ended": stats["ended"]}
-
-
-def check_update(stats, step):
-    """Ends a run whose first ratio is not 1 but for rounding; warns of one that never ends, or learns nothing."""
-    is_one = stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
-    message = "rollout and update use different distributions (policy/first_ratio_error): does the model ignore "
-    require(is_one or step > 1, message + "position_ids or the attention mask, or have dropout or infinite weights?")
-    if stats["ended"] < 0.5:
-        warnings.warn("a limit cuts most episodes off: see --response-length, --max-turns")
-    if stats["reward_std"] < 1e-6:
-        warnings.warn("all scores of the batch are equal, so no episode is better than another: check the reward")
-
-
 def show_samples(run, rollout, tokenizer):
     """Prints four episodes as a table, and saves their tensors for tools/xray.py."""
     r = rollout.select(torch.arange(min(4, len(rollout.mask)), device=rollout.mask.device))
@@ -588,29 +542,29 @@ def transcript(ids, mask, written, tokenizer):
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
-CURVES = {"score": "scores$", "turns": "turns$", "entropy": "entropy"}  # panels: metrics
+CURVES = "scores$|turns$|entropy"  # metrics of curves.png
 
 
 def load_models(args):
-    """Loads the policy, its stop tokens and its environment. Makes the reference (with LoRA the policy itself, while
-    its adapter is off). Neither has dropout: rollout, scoring and loss use one distribution."""
+    """Loads the policy, its stop tokens and its environment, and with --beta makes a copy, the reference. Neither has
+    dropout: rollout and loss use one distribution."""
     policy = load_model(AutoModelForCausalLM, args.model)
     policy.stop_token_ids = eos_tokens(policy)
     policy.generation_config.eos_token_id = policy.stop_token_ids  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
     file, _, name = args.env.rpartition(":")
     policy.environment = load_function(file, name)
-    reference = deepcopy(policy).requires_grad_(False) if args.beta and not args.lora_r else policy
+    reference = deepcopy(policy).requires_grad_(False) if args.beta else None
     if args.lora_r:
         add_adapter(policy, args, "CAUSAL_LM")
-    for model in dict.fromkeys([policy, reference]):
-        place(model, args)
+    place(policy, args)
+    if reference is not None:
+        place(reference, args)
     return policy, reference
 
 
 def choose_sizes(args, policy, prompts):
     """Returns the settings with learning rate and batch sizes filled in, and prints them."""
-    require(prompts, f"--dataset {args.dataset} has no prompts to train on")
     longest = max(len(row["input_ids"]) for row in prompts) + args.response_length
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", longest)
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
@@ -621,14 +575,11 @@ def choose_sizes(args, policy, prompts):
     rows = args.micro_batch_size or max(1, (2048 if args.device == "cpu" else 8192) // longest)
     parts = math.lcm(args.num_generations, args.num_mini_batches * WORLD_SIZE)
     num_updates = args.total_episodes // args.batch_size
-    fits = args.batch_size % parts == 0 and num_updates > 0
-    require(
-        fits, f"{args.batch_size} episodes are no multiple of {parts} (group, mini-batches x processes), or too many"
-    )
+    fits = args.batch_size % parts == 0
+    require(fits, f"{args.batch_size} episodes are no multiple of {parts} (group, mini-batches x processes)")
+    require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    print(
-        f"{num_updates} updates of {args.batch_size} episodes in {args.num_mini_batches} mini-batches, {rows} at a time"
-    )
+    print(f"{num_updates} updates of {args.batch_size} episodes, {rows} at a time")
     sizes = {"learning_rate": rate, "micro_batch_size": rows}
     sizes["local_rollout_forward_batch_size"] = args.local_rollout_forward_batch_size or 4 * rows
     return replace(args, **sizes)
@@ -640,27 +591,19 @@ def load_function(file, name):
     """Imports a function of a Python file, which finds its neighbours before other modules of their names."""
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    for neighbour in path.parent.glob("*.py"):
-        loaded = getattr(sys.modules.get(neighbour.stem), "__file__", None)
-        if loaded not in (None, str(neighbour)) and neighbour.stem not in sys.stdlib_module_names:
-            del sys.modules[neighbour.stem]
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look it up there
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+    for neighbour in {path.stem for path in path.parent.glob("*.py")} - sys.stdlib_module_names:
+        sys.modules.pop(neighbour, None)
+    return getattr(importlib.import_module(path.stem), name)
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
-def load_prompts(args, split, tokenizer):
-    """The rows of a split, each with the ids of its prompt as `input_ids`. Prompts that are too long are dropped."""
-    rows = read_rows(args.dataset, args.dataset_config, split)
+def load_prompts(args, tokenizer):
+    """The rows of the dataset, each with the ids of its prompt as `input_ids`, without prompts that are too long."""
+    rows = read_rows(args.dataset, args.dataset_config, args.dataset_train_split)
     form = list if rows and isinstance(rows[0].get("prompt"), list) else str  # messages or texts
 
     def text_of(row):
         """The prompt as the policy reads it. Messages are rendered up to where the assistant's answer begins."""
-        reserved = row.keys() & {"input_ids", "prompts", "prompts_text", "completions", "completion_ids"}
-        require(not reserved, f"rename the column {reserved}: reward functions have arguments of that name")
         prompt = row.get("prompt")
         is_one = prompt and isinstance(prompt, form)
         require(is_one, f"'prompt' should be a text in all rows, or messages in all rows, but this is {prompt!r:.60}")
@@ -669,17 +612,16 @@ def load_prompts(args, split, tokenizer):
         check_messages(prompt, last="user")
         return render(prompt, row, tokenizer, add_generation_prompt=True)
 
-    texts = parse(rows, text_of, f"{args.dataset}, {split}")
+    texts = parse(rows, text_of, args.dataset)
     for row, ids in zip(rows, encode(texts, tokenizer, is_chat=form is list)):
         row["input_ids"] = ids
     prompts = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
-    require(prompts or split != args.dataset_train_split, f"{args.dataset} has no prompts in its split {split}")
-    unknown = [np.mean(row["input_ids"] == tokenizer.unk_token_id) > 0.5 for row in prompts]
-    is_known = tokenizer.unk_token == tokenizer.eos_token or not any(unknown) or np.mean(unknown) < 0.5
-    require(is_known, f"{split}: most words are unknown to the tokenizer of {args.model}: choose another --model")
-    if prompts:
-        print(f"{split}: {len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
-        print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
+    print(f"{len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
+    require(prompts, f"{args.dataset} has no prompts to train on")
+    print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
+    unknown = tokenizer.unk_token_id if tokenizer.unk_token != tokenizer.eos_token else None
+    share = np.mean(np.concatenate([row["input_ids"] for row in prompts]) == unknown)
+    require(share < 0.5, f"most words are unknown to the tokenizer of {args.model}: choose another --model")
     return prompts
 
 
@@ -818,18 +760,6 @@ def add_adapter(model, args, task_type):
     model.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type=task_type))
 
 
-@contextmanager
-def adapter_off(policy, reference):
-    """With LoRA, the policy is the reference while its adapter is off, within this context."""
-    if reference is policy:
-        reshard(policy)  # switching sets requires_grad, which has to happen on shards, not on gathered weights
-        policy.disable_adapters()
-    yield
-    if reference is policy:
-        reshard(policy)
-        policy.enable_adapters()
-
-
 class OneTypeCache(StaticCache):
     """A key-value cache of fixed size and one dtype: under autocast, rotary keys are float32 and values bfloat16."""
 
@@ -849,11 +779,7 @@ def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
     is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
     require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
-    require("RANK" in os.environ or not args.zero_stage, "--zero-stage needs torchrun --nproc-per-node N")
-    if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
-        print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # at each checkpoint of a single process
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
@@ -884,69 +810,40 @@ def all_gather(x):
 
 
 def place(model, args):
-    """Moves a model to the device. With --zero-stage, torch's FSDP2 shards it, layer by layer, and averages its
-    gradients over processes. Stage 2 shards only models in training."""
+    """Moves a model to the device. Recomputes its layers, or runs them in bfloat16, as the settings say."""
     is_trained = any(p.requires_grad for p in model.parameters())
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for layer in layers:
+    for layer in model.modules():
+        if not isinstance(layer, GradientCheckpointingLayer):
+            continue
         if args.gradient_checkpointing and is_trained:
             recompute_activations(layer)
         for module in layer.modules():
             if args.bf16 and isinstance(module, nn.Linear) and not module.weight.requires_grad:
                 module.bfloat16()  # once: autocast would cast a frozen weight at each use
-    if args.zero_stage == 3 or (args.zero_stage == 2 and is_trained):
-        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
-        for module in layers + roots:
-            fully_shard(module, reshard_after_forward=args.zero_stage == 3)
     model.to(args.device)
 
 
-def reshard(model):
-    """Frees the weights that a pass through a sharded model has gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-@contextmanager
-def gathered(model, args):
-    """Within this context, each process has all weights of a sharded model: they are sent once, not for each token."""
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
-    yield
-    for part in parts:
-        part.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
-        part.reshard()
-
-
 def clip_gradient(parameters, max_norm):
-    """Clips the gradient to max_norm, and returns its norm before. FSDP2 has averaged the gradients of sharded models
-    over the processes; those of other models are averaged here."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
-        for gradient in gradients:
-            dist.all_reduce(gradient)
-            gradient /= WORLD_SIZE
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """Averages the gradient over processes, clips it to max_norm, and returns its norm before."""
+    for p in parameters:
+        if WORLD_SIZE > 1 and p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= WORLD_SIZE
+    return nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves. In
-    a checkpoint, each process writes its weights and moments as safetensors; then process 0 adds state.json with
-    `carry`, what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
+    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
+    `carry` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
         self.args = args
         self.num_steps = num_steps
         self.optimizer = optimizer
         self.carry = carry
-        self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
+        self.models = nn.ModuleDict(models)
         self.step = 0
-        self.seconds = {}  # of each phase of this step
         self.stop_requested = False
         self.saved_at = time.time()
         script = Path(__file__).stem
@@ -963,16 +860,12 @@ class Run:
         if RANK:
             return
         self.output.mkdir(parents=True, exist_ok=bool(args.resume))
-        options = {"shell": True, "cwd": Path(__file__).resolve().parent, "capture_output": True, "text": True}
-        revision = subprocess.run("git describe --always --dirty", **options).stdout.strip()  # "" without git
-        code = {"script": Path(__file__).name, "version": "2026.11", "revision": revision}
-        settings = {"code": code} | asdict(args)
-        (self.output / "args.json").write_text(json.dumps(settings, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
         self.file = open(self.output / "metrics.jsonl", "a")
         if args.track:
             import wandb
 
-            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": settings}
+            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
             self.wandb = wandb.init(project=os.environ.get("WANDB_PROJECT", "rlhf"), **options)
 
     def steps(self):
@@ -983,6 +876,7 @@ class Run:
                 signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
+            self.step_started = time.perf_counter()
             yield self.step
             is_late = time.time() - self.saved_at > 600
             stops, lates = all_reduce(torch.tensor([int(self.stop_requested), int(is_late)])).tolist()
@@ -990,18 +884,8 @@ class Run:
             if stops or lates or self.step % self.args.save_steps == 0:
                 self.save()
 
-    @contextmanager
-    def clock(self, phase):
-        """Times one phase of the step."""
-        start = time.perf_counter()
-        yield
-        if self.args.device != "cpu":
-            torch.accelerator.synchronize()
-        self.seconds[phase] = time.perf_counter() - start
-
     def log(self, stats, *shown):
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
-        stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
         self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
         self.bar.update()
@@ -1016,48 +900,39 @@ class Run:
         return self.step % max(1, every) == 0 or self.step == self.num_steps
 
     def show(self, columns, tensors):
-        """Prints texts as a table, and saves the tensors that belong to them in samples/, for tools/xray.py."""
+        """Prints a row of each text, and saves the tensors that belong to them in samples/, for tools/xray.py."""
         if RANK:
             return
-        table = Table(*columns, title=f"update {self.step} of {self.num_steps}", show_lines=True)
-        for row in zip(*columns.values()):
-            table.add_row(*map(Text, row))  # a Text shows markup as it is
-        with self.bar.external_write_mode():
-            Console().print(table)
+        rows = ["".join(f"{name}: {text}\n" for name, text in zip(columns, row)) for row in zip(*columns.values())]
+        self.bar.write("\n".join(rows))
         tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
         (self.output / "samples").mkdir(exist_ok=True)
         save_file(tensors, self.output / f"samples/step-{self.step:08d}.safetensors")
 
-    def tensors(self):
-        """All trained weights and the optimiser's moments by name; if sharded, this process's shards."""
-        reshard(self.models)
-        options = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
-        state = state_dict.get_optimizer_state_dict(self.models, self.optimizer, options=options)
-        moments = {name: x for name, x in state.items() if isinstance(x, Tensor)}
-        return moments | {name: p for name, p in self.models.named_parameters() if p.requires_grad}
-
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
-        unfinished = self.output / "checkpoints/unfinished"
-        if not RANK:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-        dcp.save(self.tensors(), storage_writer=HuggingFaceStorageWriter(unfinished, save_distributed=True))
         self.saved_at = time.time()
-        if not RANK:
-            (unfinished / "state.json").write_text(json.dumps({"step": self.step, "carry": self.carry}))
-            unfinished.rename(self.output / f"checkpoints/step-{self.step:08d}")
-            for old in sorted(self.output.glob("checkpoints/step-*"))[: -(self.args.save_total_limit or 1)]:
-                shutil.rmtree(old)
+        if RANK:
+            return
+        folder = self.output / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        weights = {name: p.data for name, p in self.models.named_parameters() if p.requires_grad}
+        state = {"step": self.step, "carry": self.carry, "weights": weights, "optimizer": self.optimizer.state_dict()}
+        torch.save(state, folder / "unfinished.pt")
+        (folder / "unfinished.pt").rename(folder / f"step-{self.step:08d}.pt")
+        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
+            old.unlink()
 
     def restore(self):
         """Continues from the newest checkpoint, or starts from scratch if there is none."""
-        found = sorted(self.output.glob("checkpoints/step-*"))
+        found = sorted(self.output.glob("checkpoints/step-*.pt"))
         is_over = (self.output / "README.md").exists() and not found
         require(not is_over, f"{self.output} is complete, and kept no checkpoint (see --save-total-limit)")
-        for folder in found[-1:]:
-            print(f"reading {folder} (if it is damaged, remove it)")
-            dcp.load(self.tensors(), storage_reader=HuggingFaceStorageReader(folder))
-            state = json.loads((folder / "state.json").read_text())
+        for file in found[-1:]:
+            print(f"reading {file} (if it is damaged, remove it)")
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            self.models.load_state_dict(state["weights"], strict=False)  # it has the trained weights alone
+            self.optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]
             self.carry.update(state["carry"])
         if not RANK:
@@ -1067,9 +942,9 @@ class Run:
     def finish(self):
         """Saves the model, the model card and the curves."""
         self.bar.close()
-        save_model(self.models["model"], self.output, self.args)
         if RANK:
             return
+        save_model(self.models["model"], self.output, self.args)
         self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -1081,12 +956,7 @@ class Run:
 
 def save_model(model, folder, args):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
-    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = state_dict.get_model_state_dict(model, options=options)
-    if RANK:
-        return
-    weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
-    model.save_pretrained(folder, state_dict=weights)
+    model.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
     if args.lora_r:
         from peft import PeftModel
@@ -1099,24 +969,16 @@ def save_model(model, folder, args):
 
 
 def describe(folder, args):
-    """Writes curves.png, with a panel for each of CURVES, and README.md, the model card."""
+    """Writes curves.png, with a panel for each metric of CURVES, and README.md, the model card."""
     import pandas
-    from matplotlib.figure import Figure
 
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
-    for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
-        axis.set_title(title)
-        for name, values in lines.filter(regex=pattern).items():
-            axis.plot(values, "o" if name.startswith("eval") else "-", label=name)
-        axis.legend()
-    figure.savefig(folder / "curves.png", dpi=120)
-    defaults = asdict(Args())
-    changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
-    metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    code = " ".join(json.loads((folder / "args.json").read_text())["code"].values())
-    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model or 'scratch'}.\n\n"
-    card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
+    curves = lines.filter(regex=CURVES).astype(float)
+    axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-", xlabel="step")
+    axes.flat[0].figure.savefig(folder / "curves.png", dpi=120)
+    settings = (folder / "args.json").read_text()
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nTrained from {args.model or 'scratch'} on {args.dataset}.\n"
+    card += f"## Settings\n```\n{settings}\n```\n## Last metrics\n```\n{lines.ffill().iloc[-1].to_string()}\n```\n"
     (folder / "README.md").write_text(card)
 
 
@@ -1127,10 +989,7 @@ def read_command_line():
     if args.resume:
         file = Path(args.resume, "args.json")
         require(file.exists(), f"--resume {args.resume}: there is no run in this folder")
-        settings = json.loads(file.read_text())
-        script = settings.pop("code")["script"]
-        require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
-        args = read(default=Args(**settings))
+        args = read(default=Args(**json.loads(file.read_text())))
     return args
 
 

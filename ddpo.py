@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch==2.13.0", "transformers==5.23.0", "diffusers==0.42.1", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
-#     "matplotlib==3.11.2", "pydantic==2.14.3", "rich==15.0.0", "tqdm==4.70.1",
+#     "matplotlib==3.11.2", "pydantic==2.14.3", "tqdm==4.70.1",
 # ]
 # ///
 """DDPO for diffusion models: policy + reward on images -> better policy.
@@ -48,12 +48,10 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
-from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -66,19 +64,12 @@ import numpy as np
 import pydantic
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
 from jinja2 import TemplateError
 from pydantic import Field
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.distributions import Normal
 from tqdm import tqdm
 
@@ -88,8 +79,7 @@ TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Settings. A type limits the values; the comment beside or above a setting is its help text
-
+# --- Settings. A type limits the values; the comment beside a setting is its help text
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -154,8 +144,6 @@ class Args:
 
 
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
-
-
 def train(args):
     """Trains the UNet of a pipeline. Saves the pipeline in the run's folder, with metrics, curves and pictures."""
     begin(args)
@@ -180,12 +168,10 @@ def train(args):
 
         # 1. Sample
         examples = [prompts[i] for i in order[(epoch - 1) * B : epoch * B]]
-        with run.clock("rollout"):
-            parts = sample_batch(chain, examples, args)
+        parts = sample_batch(chain, examples, args)
 
         # 2. Score
-        with run.clock("score"):
-            rollout = score_batch(parts, examples, reward_fns, args)
+        rollout = score_batch(parts, examples, reward_fns, args)
 
         # 3. Advantage
         if args.per_prompt_stat_tracking:
@@ -196,8 +182,7 @@ def train(args):
         rollout.advantages = advantages.clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
 
         # 4. Loss, and 5. update
-        with run.clock("update"):
-            stats = update(chain, optimizer, rollout, args)
+        stats = update(chain, optimizer, rollout, args)
         check_update(stats, rollout, epoch, args)
         stats |= rollout_stats(rollout, reward_fns)
         run.log(stats | {"epoch": epoch, "step": epoch * stats["step"]}, "reward_mean", "objective/kl")
@@ -500,7 +485,7 @@ def draw_images(run, chain, prompts, args):
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
-CURVES = {"reward": "reward_mean|/mean$", "KL": "objective/kl$", "update": "approx_kl|clipfrac"}  # panels: metrics
+CURVES = "reward_mean|/mean$|objective/kl$|approx_kl|clipfrac"  # metrics of curves.png
 
 
 def load_chain(args):
@@ -602,8 +587,6 @@ def begin(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
     is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
     require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
-    if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
-        print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
@@ -620,15 +603,9 @@ def load_function(file, name):
     """Imports a function of a Python file, which finds its neighbours before other modules of their names."""
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    for neighbour in path.parent.glob("*.py"):
-        loaded = getattr(sys.modules.get(neighbour.stem), "__file__", None)
-        if loaded not in (None, str(neighbour)) and neighbour.stem not in sys.stdlib_module_names:
-            del sys.modules[neighbour.stem]
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look it up there
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+    for neighbour in {path.stem for path in path.parent.glob("*.py")} - sys.stdlib_module_names:
+        sys.modules.pop(neighbour, None)
+    return getattr(importlib.import_module(path.stem), name)
 
 
 def require(condition, message):
@@ -683,39 +660,27 @@ def all_gather(x):
     return torch.stack(shares, 1).flatten(0, 1)
 
 
-def reshard(model):
-    """Frees the weights that a pass through a sharded model has gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def clip_gradient(parameters, max_norm):
-    """Clips the gradient to max_norm, and returns its norm before. FSDP2 has averaged the gradients of sharded models
-    over the processes; those of other models are averaged here."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
-        for gradient in gradients:
-            dist.all_reduce(gradient)
-            gradient /= WORLD_SIZE
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """Averages the gradient over processes, clips it to max_norm, and returns its norm before."""
+    for p in parameters:
+        if WORLD_SIZE > 1 and p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= WORLD_SIZE
+    return nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves. In
-    a checkpoint, each process writes its weights and moments as safetensors; then process 0 adds state.json with
-    `carry`, what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
+    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
+    `carry` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
         self.args = args
         self.num_steps = num_steps
         self.optimizer = optimizer
         self.carry = carry
-        self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
+        self.models = nn.ModuleDict(models)
         self.step = 0
-        self.seconds = {}  # of each phase of this step
         self.stop_requested = False
         self.saved_at = time.time()
         script = Path(__file__).stem
@@ -732,16 +697,12 @@ class Run:
         if RANK:
             return
         self.output.mkdir(parents=True, exist_ok=bool(args.resume))
-        options = {"shell": True, "cwd": Path(__file__).resolve().parent, "capture_output": True, "text": True}
-        revision = subprocess.run("git describe --always --dirty", **options).stdout.strip()  # "" without git
-        code = {"script": Path(__file__).name, "version": "2026.11", "revision": revision}
-        settings = {"code": code} | asdict(args)
-        (self.output / "args.json").write_text(json.dumps(settings, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
         self.file = open(self.output / "metrics.jsonl", "a")
         if args.track:
             import wandb
 
-            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": settings}
+            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
             self.wandb = wandb.init(project=os.environ.get("WANDB_PROJECT", "rlhf"), **options)
 
     def steps(self):
@@ -752,6 +713,7 @@ class Run:
                 signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
+            self.step_started = time.perf_counter()
             yield self.step
             is_late = time.time() - self.saved_at > 600
             stops, lates = all_reduce(torch.tensor([int(self.stop_requested), int(is_late)])).tolist()
@@ -759,18 +721,8 @@ class Run:
             if stops or lates or self.step % self.args.save_steps == 0:
                 self.save()
 
-    @contextmanager
-    def clock(self, phase):
-        """Times one phase of the step."""
-        start = time.perf_counter()
-        yield
-        if self.args.device != "cpu":
-            torch.accelerator.synchronize()
-        self.seconds[phase] = time.perf_counter() - start
-
     def log(self, stats, *shown):
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
-        stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
         self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
         self.bar.update()
@@ -785,48 +737,39 @@ class Run:
         return self.step % max(1, every) == 0 or self.step == self.num_steps
 
     def show(self, columns, tensors):
-        """Prints texts as a table, and saves the tensors that belong to them in samples/, for tools/xray.py."""
+        """Prints a row of each text, and saves the tensors that belong to them in samples/, for tools/xray.py."""
         if RANK:
             return
-        table = Table(*columns, title=f"update {self.step} of {self.num_steps}", show_lines=True)
-        for row in zip(*columns.values()):
-            table.add_row(*map(Text, row))  # a Text shows markup as it is
-        with self.bar.external_write_mode():
-            Console().print(table)
+        rows = ["".join(f"{name}: {text}\n" for name, text in zip(columns, row)) for row in zip(*columns.values())]
+        self.bar.write("\n".join(rows))
         tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
         (self.output / "samples").mkdir(exist_ok=True)
         save_file(tensors, self.output / f"samples/step-{self.step:08d}.safetensors")
 
-    def tensors(self):
-        """All trained weights and the optimiser's moments by name; if sharded, this process's shards."""
-        reshard(self.models)
-        options = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
-        state = state_dict.get_optimizer_state_dict(self.models, self.optimizer, options=options)
-        moments = {name: x for name, x in state.items() if isinstance(x, Tensor)}
-        return moments | {name: p for name, p in self.models.named_parameters() if p.requires_grad}
-
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
-        unfinished = self.output / "checkpoints/unfinished"
-        if not RANK:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-        dcp.save(self.tensors(), storage_writer=HuggingFaceStorageWriter(unfinished, save_distributed=True))
         self.saved_at = time.time()
-        if not RANK:
-            (unfinished / "state.json").write_text(json.dumps({"step": self.step, "carry": self.carry}))
-            unfinished.rename(self.output / f"checkpoints/step-{self.step:08d}")
-            for old in sorted(self.output.glob("checkpoints/step-*"))[: -(self.args.save_total_limit or 1)]:
-                shutil.rmtree(old)
+        if RANK:
+            return
+        folder = self.output / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        weights = {name: p.data for name, p in self.models.named_parameters() if p.requires_grad}
+        state = {"step": self.step, "carry": self.carry, "weights": weights, "optimizer": self.optimizer.state_dict()}
+        torch.save(state, folder / "unfinished.pt")
+        (folder / "unfinished.pt").rename(folder / f"step-{self.step:08d}.pt")
+        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
+            old.unlink()
 
     def restore(self):
         """Continues from the newest checkpoint, or starts from scratch if there is none."""
-        found = sorted(self.output.glob("checkpoints/step-*"))
+        found = sorted(self.output.glob("checkpoints/step-*.pt"))
         is_over = (self.output / "README.md").exists() and not found
         require(not is_over, f"{self.output} is complete, and kept no checkpoint (see --save-total-limit)")
-        for folder in found[-1:]:
-            print(f"reading {folder} (if it is damaged, remove it)")
-            dcp.load(self.tensors(), storage_reader=HuggingFaceStorageReader(folder))
-            state = json.loads((folder / "state.json").read_text())
+        for file in found[-1:]:
+            print(f"reading {file} (if it is damaged, remove it)")
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            self.models.load_state_dict(state["weights"], strict=False)  # it has the trained weights alone
+            self.optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]
             self.carry.update(state["carry"])
         if not RANK:
@@ -836,9 +779,9 @@ class Run:
     def finish(self):
         """Saves the model, the model card and the curves."""
         self.bar.close()
-        save_model(self.models["model"], self.output, self.args)
         if RANK:
             return
+        save_model(self.models["model"], self.output, self.args)
         self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -849,24 +792,16 @@ class Run:
 
 
 def describe(folder, args):
-    """Writes curves.png, with a panel for each of CURVES, and README.md, the model card."""
+    """Writes curves.png, with a panel for each metric of CURVES, and README.md, the model card."""
     import pandas
-    from matplotlib.figure import Figure
 
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
-    for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
-        axis.set_title(title)
-        for name, values in lines.filter(regex=pattern).items():
-            axis.plot(values, "o" if name.startswith("eval") else "-", label=name)
-        axis.legend()
-    figure.savefig(folder / "curves.png", dpi=120)
-    defaults = asdict(Args())
-    changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
-    metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    code = " ".join(json.loads((folder / "args.json").read_text())["code"].values())
-    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model or 'scratch'}.\n\n"
-    card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
+    curves = lines.filter(regex=CURVES).astype(float)
+    axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-", xlabel="step")
+    axes.flat[0].figure.savefig(folder / "curves.png", dpi=120)
+    settings = (folder / "args.json").read_text()
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nTrained from {args.model or 'scratch'} on {args.dataset}.\n"
+    card += f"## Settings\n```\n{settings}\n```\n## Last metrics\n```\n{lines.ffill().iloc[-1].to_string()}\n```\n"
     (folder / "README.md").write_text(card)
 
 
@@ -877,10 +812,7 @@ def read_command_line():
     if args.resume:
         file = Path(args.resume, "args.json")
         require(file.exists(), f"--resume {args.resume}: there is no run in this folder")
-        settings = json.loads(file.read_text())
-        script = settings.pop("code")["script"]
-        require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
-        args = read(default=Args(**settings))
+        args = read(default=Args(**json.loads(file.read_text())))
     return args
 
 

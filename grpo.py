@@ -2,15 +2,14 @@
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
-#     "matplotlib==3.11.2", "pydantic==2.14.3", "rich==15.0.0", "tqdm==4.70.1",
+#     "matplotlib==3.11.2", "pydantic==2.14.3", "tqdm==4.70.1",
 # ]
 # ///
 """GRPO for language models: policy + answers that can be checked -> better policy.
 
 For each batch of prompts, G responses to each (`num_generations`):
   1. sample     response y_1..y_T ~ pi(. | prompt), at the given temperature, up to and including the stop token
-  2. score      one number for each response, usually from a check of its answer; --dynamic-sampling replaces groups
-                with equal scores
+  2. score      one number for each response, usually from a check of its answer
   3. advantage  A_i = (score_i - mean of the group's scores) / their standard deviation (`scale_rewards`)
   4. loss       ratio_t = pi(y_t) / pi_old(y_t), or its geometric mean over the response (GSPO)
                 loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps_high)) [+ beta ratio_t KL_t]
@@ -28,13 +27,12 @@ padding: it may hold any number, and is masked.
   logprobs, ratio, loss         |  *   *   *   *   .   .      one for each token
   score, A                                                    one for each row, the same for all of its tokens
 
-Differences from RLOO: the group's mean includes the response itself. Division by the standard deviation raises the
-weight of prompts that are nearly always or nearly never answered right. Each token is an action, with its own clipped
-ratio. By default there is no KL, and no reference is loaded. If all scores of a group are equal, its advantages are 0,
-and it gives no gradient: `frac_reward_zero_std` is the share of these groups.
+Differences from RLOO: the mean includes the response itself; division by the standard deviation raises the weight of
+prompts that are nearly always or nearly never answered right; each token has its own clipped ratio; by default there is
+no KL. A group with equal scores gives no gradient.
 
-Papers: GRPO 2402.03300 (eq. 3, 19); Dr. GRPO 2503.20783; DAPO 2503.14476; GSPO 2507.18071; CISPO 2506.13585; MaxRL
-2602.02710. In short: lecture/grpo.py, 310 lines. Over several turns: agent.py.
+Papers: GRPO 2402.03300 (eq. 3, 19); Dr. GRPO 2503.20783; DAPO 2503.14476; GSPO 2507.18071; CISPO 2506.13585.
+In short: lecture/grpo.py, 310 lines. Over several turns: agent.py.
 
   python grpo.py                       # the toy task: offline, half a minute on two CPU cores, right answers .4 to 1.0
   python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --response-length 1024 \\
@@ -48,12 +46,9 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-import warnings
 from collections import defaultdict
-from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -65,23 +60,16 @@ import numpy as np
 import pydantic
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import tyro
 from jinja2 import TemplateError
 from pydantic import Field
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import DynamicCache, StaticCache, get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -94,8 +82,7 @@ VERIFIER = f"{TOY.parent}/rewards/verifiers.py:right_number"
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Settings. A type limits the values; the comment beside or above a setting is its help text
-
+# --- Settings. A type limits the values; the comment beside a setting is its help text
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -114,35 +101,23 @@ def alias(*flags):
 class Args:
     # --- GRPO ---
     num_generations: Annotated[int, Field(ge=2)] = 8  # responses to each prompt. More: a better baseline
-    # weights of tokens. dapo, cispo: all equal; grpo: equal sums for all responses; dr_grpo: a constant; bnpo: as dapo,
-    # but within each micro-batch
-    loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = "dapo"
-    # level of the ratio: token, or sequence (GSPO; use it with loss_type grpo)
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    # divides advantages by: the standard deviation of the group or batch; the group's mean (MaxRL, for scores of 0 or
-    # more); 1 (none, Dr. GRPO)
-    scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
-    # mean: subtract the group's mean from each score; none: the scores are the advantages, without scaling (RFT)
-    baseline: Literal["mean", "none"] = "mean"
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"  # see token_weights, surrogate_loss
+    importance_sampling_level: Literal["token", "sequence"] = "token"  # of the ratio. GSPO: sequence, loss_type grpo
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # divide advantages by the standard deviation of this
     epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
-    # by default epsilon (DAPO: 0.28, GSPO: 4e-4); cispo: upper bound, default 5. With one step a batch, the ratio is 1
-    epsilon_high: Positive | None = None
+    epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); cispo: upper bound, default 5
     delta: Positive | None = None  # upper bound of the ratio where A < 0; by default there is none (INTELLECT-2: 4)
-    # passes over each batch. More: faster, but further off policy
-    num_ppo_epochs: Annotated[Count, alias("--num-iterations")] = 1
+    num_ppo_epochs: Annotated[Count, alias("--num-iterations")] = 1  # passes over each batch. Many: off policy
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     beta: NonNegative = 0.0  # weight of the KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
     use_bias_correction_kl: bool = True  # multiply the KL by the ratio, for an unbiased gradient (TRL, from 1.13 on)
     mask_truncated_completions: bool = False  # exclude responses without a stop token from the loss (DAPO)
     dynamic_sampling: Natural = 0  # maximum number of extra batches, to replace groups with equal scores (DAPO)
     # --- Rollout ---
-
-    # maximum tokens in a response; dr_grpo divides the loss by it
-    response_length: Annotated[Count, alias("--max-completion-length")] = 16
+    response_length: Annotated[Count, alias("--max-completion-length")] = 16  # maximum tokens in a response
     temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
-    stop_token: tuple[Name, ...] = ("eos",)  # end of a response: eos (all of the model's), none, or tokens as texts
+    stop_token: tuple[Name, ...] = ("eos",)  # end of a response: eos (all of the model's), or tokens as texts
     missing_eos_penalty: NonNegative = 0.0  # subtracted from the score of a response without stop token (TRL)
-    local_rollout_forward_batch_size: Count | None = None  # responses sampled at once; by default 4 x micro_batch_size
     # --- Optimisation ---
     learning_rate: Positive | None = None  # by default from the policy's size, and ten times as high with LoRA
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "linear"  # TRL's
@@ -153,27 +128,18 @@ class Args:
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
     # --- Batch sizes ---
     batch_size: Count = 64  # responses per update, on all GPUs together
-    # responses per forward and backward pass; only bnpo depends on it. By default 2048 tokens on a CPU, 8192 on a GPU
-    micro_batch_size: Count | None = None
-    # TRL's way to set both: micro_batch_size is this; batch_size, this x accumulation x num_mini_batches x GPUs
-    per_device_train_batch_size: Count | None = None
-    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
+    micro_batch_size: Count | None = None  # responses per pass; by default 2048 tokens on a CPU, 8192 on a GPU
     # --- Models: a folder, or a name on the hub ---
     model: Annotated[Name, alias("--model-name-or-path")] = f"{TOY}/shells/sft"  # policy to start from
-    reward_model: Annotated[Name, alias("--reward-model-path")] = f"{TOY}/reward_model"  # a classifier with one label
-    # what a score adds up: reward_model, or file.py:name of a function
-    reward_fn: Annotated[tuple[Name, ...], alias("--reward-funcs")] = (VERIFIER,)
+    reward_fn: Annotated[tuple[Name, ...], alias("--reward-funcs")] = (VERIFIER,)  # functions, as file.py:name
     reward_weights: tuple[pydantic.FiniteFloat, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
-    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
+    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text or messages that end with the user's; reward functions get all columns ---
-
-    # folder of train.jsonl and validation.jsonl (or .parquet), one such file, or a name on the hub
-    dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/shells/data/prompts"
+    dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/shells/data/prompts"  # folder of SPLIT.jsonl, or hub
     dataset_config: Annotated[Name | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
-    dataset_test_split: Name | None = "validation"  # split to evaluate on, if there is one
     max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
     # --- Run ---
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
@@ -183,23 +149,19 @@ class Args:
     device: Name = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
     save_steps: Count = 50  # updates between checkpoints, which hold the full state of the run
     save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
-    eval_steps: Count = 50  # updates between evaluations; the last update is always followed by one
-    num_eval_prompts: Count = 256  # test prompts in an evaluation; each gets num_generations + 1 answers
     num_sample_generations: Natural = 10  # number of tables of responses to print, plus one after update 1 (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
-    zero_stage: Literal[0, 2, 3] = 0  # torchrun: 2 shards gradients and optimiser state over GPUs; 3 also the weights
 
 
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 def train(args):
     """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     start(args)
+    policy, reference = load_models(args)
     reward_fns = load_reward_fns(args)
-    policy, reference, reward_model = load_models(args, needs_reference=args.beta > 0)
-    prompts = load_prompts(args, args.dataset_train_split, policy.tokenizer)
-    eval_prompts = load_prompts(args, args.dataset_test_split, policy.tokenizer)[: args.num_eval_prompts]
+    prompts = load_prompts(args, policy.tokenizer)
     G = args.num_generations
-    args = choose_sizes(args, policy, prompts + eval_prompts, G)  # from here on, all sizes are set
+    args = choose_sizes(args, policy, prompts, G)  # from here on, all sizes are set
     B, num_updates = args.batch_size, args.total_episodes // args.batch_size
     passes = range(1 + args.total_episodes * (1 + args.dynamic_sampling) // (G * len(prompts)))
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
@@ -215,33 +177,25 @@ def train(args):
 
         # 1. Sample, and 2. score
         first_draw = carry["num_draws"]
-        with run.clock("rollout"):
-            rollout = sample_groups(policy, reward_model, reward_fns, prompts, order, carry, args)
+        rollout = sample_groups(policy, reward_fns, prompts, order, carry, args)
 
         # 3. Advantage
-        if args.baseline == "mean":
-            advantages = group_advantages(rollout.scores, G, args.scale_rewards)  # (B,)
-        else:
-            advantages = rollout.scores.masked_fill(rollout.unscored, 0.0)
-        rollout.advantages = advantages[:, None]  # (B, 1)
+        rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # (B, 1)
         rollout.loss_mask = rollout.mask  # (B, T)
         if args.mask_truncated_completions:
             rollout.loss_mask = rollout.mask & rollout.ended[:, None]
 
         # Log-probabilities for ratio and KL
-        with run.clock("score"):
-            read_logprobs(policy, reference, rollout, args)
+        read_logprobs(policy, reference, rollout, args)
 
         # 4. Loss, and 5. update
-        with run.clock("update"):
-            stats = update(policy, optimizer, rollout, args)
+        stats = update(policy, optimizer, rollout, args)
         stats |= rollout_stats(rollout, args)
-        check_update(stats, step, policy)
+        is_one = step > 1 or stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
+        require(is_one, "the first ratio is not 1: does the model ignore the attention mask, or have dropout?")
         carry["num_tokens"] += (rollout.prompt_mask.sum() + rollout.mask.sum()).item()
         stats |= {"sampled_batches": carry["num_draws"] - first_draw, "num_tokens": carry["num_tokens"]}
 
-        if eval_prompts and run.is_due(args.eval_steps):
-            stats |= evaluate(policy, reward_model, reward_fns, eval_prompts, args)
         stats |= {"learning_rate": optimizer.param_groups[0]["lr"], "episode": step * B}
         run.log(stats, "objective/scores", "frac_reward_zero_std")
         if args.num_sample_generations and (step == 1 or run.is_due(num_updates // args.num_sample_generations)):
@@ -283,8 +237,8 @@ class Rollout:
         return part
 
     def micro_batches(self, index, args, is_first=None):
-        """Splits row numbers into micro-batches, which the processes take in turns. The rows of a group stay together,
-        beside groups of similar length, to save padding. Rows for which `is_first` (B,) is true come first."""
+        """Splits row numbers into micro-batches of groups of similar lengths, to save padding; the processes take them
+        in turns. Rows for which `is_first` (B,) is true come first."""
         lengths = (self.prompt_mask.sum(1) + self.mask.sum(1)).view(-1, self.k).amax(1)  # of the longest row of a group
         index = index.sort().values
         index = index[lengths[index // self.k].argsort(stable=True)]
@@ -393,8 +347,8 @@ def sample_batch(policy, rows, k, args):
     uniforms = torch.rand(len(rows), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
     share = torch.arange(len(rows)).view(-1, k)[RANK::WORLD_SIZE].flatten()
     parts = []
-    with autocast(args), gathered(policy, args):
-        for index in share.split(args.local_rollout_forward_batch_size):
+    with autocast(args):
+        for index in share.split(4 * args.micro_batch_size):  # without gradients, there is room for more
             part = sample(policy, prompts[index], prompt_mask[index], uniforms[index], args.temperature)
             parts.append(part)
     groups = [torch.cat(x).unflatten(0, (-1, k)) for x in zip(*parts)]
@@ -402,11 +356,11 @@ def sample_batch(policy, rows, k, args):
     return rollout.select(torch.arange(len(rows), device=prompts.device))  # all rows, without padding columns
 
 
-def sample_groups(policy, reward_model, reward_fns, prompts, order, carry, args):
+def sample_groups(policy, reward_fns, prompts, order, carry, args):
     """Steps 1 and 2: samples and scores G responses to each prompt.
 
-    With --dynamic-sampling, groups whose scores give no gradient (all are equal, or no response is in the loss) are
-    replaced by groups from further batches (DAPO, sec. 3.2). If there are still too few, they fill the batch.
+    With --dynamic-sampling, groups without a gradient (their scores are equal, or no response is in the loss) are
+    replaced by groups from further batches (DAPO, sec. 3.2), as far as there are enough.
     """
     G, num_groups = args.num_generations, args.batch_size // args.num_generations
     parts = []
@@ -416,9 +370,7 @@ def sample_groups(policy, reward_model, reward_fns, prompts, order, carry, args)
         carry["num_draws"] += 1
         rows = [prompts[i] for i in order[draw * num_groups : (draw + 1) * num_groups]]
         rollout = sample_batch(policy, rows, G, args)
-        score_groups(rollout, reward_model, reward_fns, policy.tokenizer, args)
-        can_divide = args.scale_rewards != "mean" or rollout.scores.min() >= 0  # a negative mean reverses the signs
-        require(can_divide, "--scale-rewards mean needs scores of 0 or more")
+        score_groups(rollout, reward_fns, policy.tokenizer, args)
         parts.append(rollout)
         useful.append(~is_equal(rollout.scores, G))
         if args.mask_truncated_completions:
@@ -449,11 +401,8 @@ def can_share_prompts(model, args):
 
 
 def response_forward(model, r, args):
-    """(b, T, V) logits / temperature of the response tokens, in float32.
-
-    Position P-1+t of the input predicts response token t, both counted from 0. A prompt is read once for its rows: its
-    states are equal in all of them. The backward pass of the copies sums the gradients of these rows.
-    """
+    """(b, T, V) logits / temperature of the response tokens, in float32. Position P-1+t of the input predicts response
+    token t, both counted from 0. A prompt is read once for its rows; the backward pass sums the gradients."""
     P, T = r.prompts.shape[1], r.responses.shape[1]
     ids, mask = r.joined()  # (b, P+T) each
     if can_share_prompts(model, args):
@@ -483,55 +432,26 @@ def read_logprobs(policy, reference, rollout, args):
     if args.bf16 or args.device != "cpu":  # the sampler reads token by token: with bf16 or TF32 its rounding matters
         rollout.old_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args)
     if args.beta:
-        with adapter_off(policy, reference):
-            rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
+        rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
 
 
-def group_rewards(model, r, tokenizer, args):
-    """(b,) rewards of a reward model, which reads its head at the last token. With another tokenizer or chat template
-    than the policy's, the texts are encoded again. Otherwise, a prompt is read once for its rows."""
-    ids, mask = r.joined()
-    cache = None
-    if not model.has_same_tokens or model.tokenizer.chat_template not in (None, tokenizer.chat_template):
-        ids, mask = pad(encode_again(r, tokenizer, model.tokenizer), model.tokenizer, args)
-    elif can_share_prompts(model, args):
-        cache = DynamicCache(config=model.config)
-        read_prompts(model.base_model, r.prompts, r.prompt_mask, cache)
-        ids = r.responses
-    options = {"past_key_values": cache, "use_cache": cache is not None}
-    states = forward(model.base_model, ids, mask.long(), **options).last_hidden_state  # (b, S, D)
-    last = mask[:, -ids.shape[1] :].long().cumsum(1).argmax(1)  # (b,) where all real tokens are counted
-    return model.score(states[torch.arange(len(last), device=last.device), last]).squeeze(1)
-
-
-def score_groups(rollout, reward_model, reward_fns, tokenizer, args):
+def score_groups(rollout, reward_fns, tokenizer, args):
     """Adds the rewards (B,) of each function to the rollout, and the scores (B,): the weighted sum of the rewards,
     minus the penalty for a missing stop token. A None counts as 0; if all are None, the score is the group's mean."""
     groups = torch.arange(len(rollout.mask), device=args.device).view(-1, WORLD_SIZE, rollout.k)
     order = groups.transpose(1, 2).flatten()  # in which function_reward gives each process whole groups
-    rollout.reward_table = {}
-    for name, function in reward_fns.items():
-        if function is None:
-            rewards = rollout.in_micro_batches(lambda r: group_rewards(reward_model, r, tokenizer, args), args)
-            texts = torch.cat(rollout.joined(), 1).cpu()  # equal texts get equal rewards, in spite of rounding
-            text_of = texts.unique(dim=0, return_inverse=True)[1].to(rewards.device)
-            rewards = rewards.scatter_reduce(0, text_of, rewards, "amax", include_self=False)[text_of]
-        else:
-            rewards = function_reward(function, rollout.select(order), tokenizer, args)[order.argsort()]
-        rollout.reward_table[name] = rewards
+    rows = rollout.select(order)
+    rollout.reward_table = {name: f(rows, tokenizer, args)[order.argsort()] for name, f in reward_fns.items()}
     table = torch.stack(list(rollout.reward_table.values()))  # (functions, B)
     require(not table.isinf().any(), "a function of --reward-fn returned an infinite reward")
     weights = table.new_tensor(args.reward_weights or [1.0] * len(table))
     scores = (table * weights[:, None]).nansum(0)
-    if args.stop_token != ("none",):  # with none, no response has a stop token
+    if args.stop_token:  # without stop tokens, no response ends
         scores = torch.where(rollout.ended, scores, scores - args.missing_eos_penalty)
-    rollout.unscored = table[weights != 0].isnan().all(0)  # (B,)
-    if rollout.unscored.any():
-        known = scores.masked_fill(rollout.unscored, math.nan).cpu().double()  # the mean of equal scores is exact
-        means = known.view(-1, rollout.k).nanmean(1).repeat_interleave(rollout.k)
-        means = means.where(means.isfinite(), known.nanmean().nan_to_num())  # of the batch, if none of a group is known
-        scores = torch.where(rollout.unscored, means.to(scores), scores)
-    rollout.scores = scores
+    unscored = table[weights != 0].isnan().all(0)
+    known = scores.masked_fill(unscored, math.nan).cpu().double().view(-1, rollout.k)  # the mean of equal ones is exact
+    means = known.nanmean(1, keepdim=True).nan_to_num()  # 0 in a group without any: its advantages are 0
+    rollout.scores = known.where(known.isfinite(), means).flatten().to(scores)
 
 
 def is_equal(scores, k):
@@ -542,14 +462,11 @@ def is_equal(scores, k):
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
 def group_advantages(scores, G, scale):
-    """(B,) each score minus the group's mean, divided by a standard deviation (TRL) or by that mean (MaxRL).
+    """(B,) each score minus the group's mean, divided by a standard deviation (TRL).
 
     A group is G neighbouring rows. With G = 4, scores [1, 0, 0, 0] give
         none   [.75, -.25, -.25, -.25]
-        group  [1.5, -.5, -.5, -.5]: divided by the group's standard deviation, .5. Rare successes get a higher weight,
-               and so do rare failures (criticised in Dr. GRPO)
-        mean   [3, -1, -1, -1]: divided by the group's mean, .25. Only rare successes get a higher weight, as in the
-               gradient of log P(right answer)
+        group  [1.5, -.5, -.5, -.5]: divided by .5. Rare successes and rare failures weigh more (see Dr. GRPO)
     """
     groups = scores.view(-1, G)
     groups = groups - groups[:, :1]  # so that equal scores give exactly 0, in spite of rounding
@@ -558,8 +475,6 @@ def group_advantages(scores, G, scale):
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)  # 1e-4: never 0 (TRL)
     if scale == "batch":
         advantages = advantages / (scores.std() + 1e-4)
-    if scale == "mean":
-        advantages = advantages / (scores.view(-1, G).mean(1, keepdim=True) + 1e-4)
     return advantages.flatten()
 
 
@@ -587,9 +502,8 @@ def clip_bounds(args):
 def surrogate_loss(ratio, logprobs, advantages, args):
     """The clipped loss of each token (B, T), or of each response (B, 1) with sequence-level ratios.
 
-    Its gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. In the other
-    direction it is not clipped; for A < 0, it has no upper limit unless `delta` is set. CISPO keeps the gradient of
-    every token, weighted by the clipped ratio (MiniMax-M1, eq. 4; without a lower bound, as in TRL).
+    Its gradient is 0 where the ratio has left the clip range in the direction that the advantage favours; `delta` also
+    limits it in the other one. CISPO keeps every gradient, weighted by the clipped ratio (MiniMax-M1, eq. 4; TRL).
     """
     clipped_ratio = ratio.clamp(*clip_bounds(args))
     if args.loss_type == "cispo":
@@ -603,17 +517,14 @@ def token_weights(mask, num_rows, num_tokens, args):
     """(b, T) weights of the tokens' losses. The loss of a mini-batch is the weighted sum.
 
     grpo: all responses have the same weight, so a token of a long response has a lower one, and wrong responses become
-    longer (Dr. GRPO, sec. 3.1). In the others, all tokens have the same weight: a constant (dr_grpo), 1 / tokens of
-    this micro-batch (bnpo), or 1 / tokens of an average mini-batch (dapo, cispo). `num_rows` and `num_tokens` are those
-    of the batch / (mini-batches x processes).
+    longer (Dr. GRPO, sec. 3.1). In the others, all tokens have the same weight: a constant (dr_grpo), or 1 / tokens of
+    an average mini-batch (dapo, cispo). num_rows and num_tokens: of the batch / (mini-batches x processes).
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
     if args.loss_type == "grpo":
         return mask / (num_rows * lengths)
     if args.loss_type == "dr_grpo":
         return mask / (num_rows * args.response_length)
-    if args.loss_type == "bnpo":
-        return mask * len(mask) / (num_rows * mask.sum().clamp(min=1))
     return mask / num_tokens
 
 
@@ -626,14 +537,10 @@ def k3_estimate(logprobs, ref_logprobs):
 
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 def with_gradient_first(rollout, rows, args):
-    """This process's micro-batches of a mini-batch, and whether each needs a backward pass.
-
-    Rows of advantage 0 (groups with equal scores) have no gradient, unless the loss has a KL, or changes the weights of
-    others (bnpo). They come last, and have only a forward pass, for their metrics. The first micro-batch always has a
-    backward pass, so that each weight has a gradient, even if it is 0.
-    """
-    needs_all = bool(args.beta) or args.loss_type == "bnpo"
-    has_gradient = (rollout.advantages[:, 0] != 0) | needs_all  # (B,)
+    """This process's micro-batches of a mini-batch, and whether each needs a backward pass. Rows of advantage 0 (groups
+    with equal scores) have no gradient, unless the loss has a KL. They come last, with only a forward pass, for the
+    metrics. The first micro-batch always has both, so that each weight has a gradient."""
+    has_gradient = (rollout.advantages[:, 0] != 0) | (args.beta > 0)  # (B,)
     parts = rollout.micro_batches(rows, args, has_gradient)
     first_rows = torch.stack([index[0] for index in parts[::WORLD_SIZE]])  # if one has no gradient, no later row has it
     needs_backward = has_gradient[first_rows].tolist()  # the device is read once
@@ -642,24 +549,19 @@ def with_gradient_first(rollout, rows, args):
 
 
 def update(policy, optimizer, rollout, args):
-    """Steps 4 and 5: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch.
-
-    The gradient of a mini-batch is a weighted sum over its tokens, however it is split into micro-batches (except with
-    bnpo) and among processes: clip_gradient averages over processes, so the weights use the numbers of rows and tokens
-    per process. Returns means over the optimiser steps.
-    """
+    """Steps 4 and 5: passes over the batch, with one optimiser step for each mini-batch. Its gradient is a weighted sum
+    over its tokens, however it is split into micro-batches and among processes: clip_gradient averages over processes,
+    so the weights use the numbers of rows and tokens per process. Returns means over the steps."""
     num_parts = args.num_mini_batches * WORLD_SIZE
     num_rows = args.batch_size / num_parts
     num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average
     lower, upper = clip_bounds(args)
     logs = []  # a dict for each mini-batch
-    num_steps = 0
     for _ in range(args.num_ppo_epochs):
         order = torch.randperm(args.batch_size).to(args.device)
         for rows in order.split(args.batch_size // args.num_mini_batches):  # (b,) row numbers
             optimizer.zero_grad()
             sums = defaultdict(float)  # metric -> [sum, number of tokens]
-            shares = []  # (b, 2) shares of each row's tokens that are clipped, below and above
             for index, needs_backward in with_gradient_first(rollout, rows, args):
                 r = rollout.select(index)
                 mask = r.loss_mask
@@ -683,7 +585,6 @@ def update(policy, optimizer, rollout, args):
                     loss.backward()
                 is_low = (ratio < lower) & (r.advantages < 0)  # clipped: no gradient from the advantage, but with cispo
                 is_high = (ratio > upper) & (r.advantages > 0)
-                shares.append(torch.stack([(x & mask).sum(1) / mask.sum(1) for x in (is_low, is_high)], 1))
                 seen = {"kl": kl, "entropy": entropy, "val/ratio": ratio, "clip_ratio/low_mean": is_low}
                 seen |= {"clip_ratio/high_mean": is_high, "clip_ratio/region_mean": is_low | is_high}
                 seen["policy/approxkl_avg"] = 0.5 * (logprobs - r.old_logprobs) ** 2
@@ -694,19 +595,15 @@ def update(policy, optimizer, rollout, args):
                 sums["loss"] += torch.stack([loss.detach(), torch.zeros_like(loss)]) / WORLD_SIZE
             totals, counts = all_reduce(torch.stack(list(sums.values()))).unbind(1)
             log = dict(zip(sums, (totals / counts.clamp(min=1)).tolist()))
-            low, high = all_gather(torch.cat(shares)).cpu().unbind(1)  # (rows,), NaN if none of a row is in the loss
-            log["clip_ratio/low_min"] = min(low[low >= 0].tolist(), default=0.0)
-            log["clip_ratio/high_max"] = max(high[high >= 0].tolist(), default=0.0)
             log["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
             if math.isfinite(log["grad_norm"]):  # otherwise the step would turn the weights into NaN
-                reshard(policy)  # frees gathered weights, which the step does not change
                 optimizer.step()
-                num_steps += 1
             logs.append(log)
     optimizer.zero_grad()
     stats = {name: sum(log[name] for log in logs) / len(logs) for name in logs[0]}
     stats["policy/first_ratio_error"] = logs[0]["policy/first_ratio_error"]  # before any step
-    return stats | {"val/skipped_steps": len(logs) - num_steps}
+    stats["val/skipped_steps"] = sum(not math.isfinite(log["grad_norm"]) for log in logs)
+    return stats
 
 
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs =============================
@@ -718,7 +615,6 @@ def rollout_stats(rollout, args):
         "reward": scores.mean(),
         "reward_std": scores.std(),
         "objective/scores": scores.mean(),
-        "objective/scores_std": scores.std(correction=0),
         "frac_reward_zero_std": is_equal(scores, rollout.k).float().mean(),
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.min(),
@@ -738,38 +634,6 @@ def rollout_stats(rollout, args):
     return {name: x.item() for name, x in stats.items()}
 
 
-def evaluate(policy, reward_model, reward_fns, prompts, args):
-    """Scores answers to the N test prompts: one at a temperature of .01 (TRL's tables), and G at that of training. An
-    answer is right if its first reward is 1 or more. pass@G: the share of prompts with a right answer among G."""
-    N, G, seed = len(prompts), args.num_generations, torch.initial_seed()
-    rows = (prompts * WORLD_SIZE)[: N + -N % WORLD_SIZE]  # all processes need the same number
-    rollouts, right = {}, {}
-    for k, temperature in ((1, 0.01), (G, args.temperature)):
-        seed += k
-        torch.manual_seed(seed)  # the numbers do not depend on how many were drawn before
-        rollouts[k] = sample_batch(policy, rows, k, replace(args, temperature=temperature))
-        score_groups(rollouts[k], reward_model, reward_fns, policy.tokenizer, args)
-        rewards = next(iter(rollouts[k].reward_table.values()))[: N * k].view(N, k)
-        right[k] = (rewards >= 1).float().masked_fill(rewards.isnan(), math.nan)  # (N, k)
-    is_judged = ~right[G].isnan().all(1)  # (N,), false if no answer has a reward
-    stats = {f"eval/rewards/{name}/mean": x[:N].nanmean().item() for name, x in rollouts[1].reward_table.items()}
-    stats["eval/scores"] = rollouts[1].scores[:N].mean().item()
-    stats["eval/accuracy"] = right[1].nanmean().item()
-    stats["eval/pass@1"] = right[G].nanmean().item()
-    return stats | {f"eval/pass@{G}": right[G][is_judged].nan_to_num(0.0).amax(1).mean().item()}
-
-
-def check_update(stats, step, policy):
-    """Ends a run whose first ratio is not 1 but for rounding; warns of one that never stops, or learns nothing."""
-    is_one = stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
-    message = "rollout and update use different distributions (policy/first_ratio_error): does the model ignore "
-    require(is_one or step > 1, message + "position_ids or the attention mask, or have dropout or infinite weights?")
-    if policy.stop_token_ids and stats["completions/clipped_ratio"] > 0.5:
-        warnings.warn("most responses have no stop token: see --response-length, --missing-eos-penalty, --stop-token")
-    if stats["objective/scores_std"] < 1e-6:
-        warnings.warn("all scores of the batch are equal, so no response is better than another: check the reward")
-
-
 def show_samples(run, rollout, tokenizer):
     """Prints four episodes as a table, and saves their tensors for tools/xray.py."""
     r = rollout.select(torch.arange(min(4, len(rollout.mask)), device=rollout.mask.device))
@@ -780,39 +644,43 @@ def show_samples(run, rollout, tokenizer):
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
-CURVES = {  # panels: metrics
-    "reward": "^reward$|/mean$|accuracy$|pass@1$",
-    "shares": "zero_std$|clipped_ratio$",
-    "tokens": "mean_length$",
-    "entropy of a token, nats": "^entropy$",
-}
+CURVES = "^reward$|/mean$|zero_std$|clipped_ratio$|mean_length$|^entropy$"  # metrics of curves.png
 
 
-def load_models(args, needs_reference=True):
-    """Loads policy and reward model. The reference is a copy of the policy; with LoRA the policy itself, while its
-    adapter is off. None has dropout: rollout, scoring and loss use one distribution."""
+def load_models(args):
+    """Loads the policy, and with --beta makes a copy, the reference. They have no dropout: rollout and loss use one
+    distribution."""
     policy = load_model(AutoModelForCausalLM, args.model)
     policy.stop_token_ids = []
     for text in args.stop_token:
-        ids = policy.tokenizer.encode(text, add_special_tokens=False)
-        is_token = text in ("eos", "none") or (len(ids) == 1 and policy.tokenizer.decode(ids) == text)
-        require(is_token, f"--stop-token {text!r} is not one token of {args.model}, but {ids}")
-        policy.stop_token_ids += {"eos": eos_tokens(policy), "none": []}.get(text, ids)
+        ids = eos_tokens(policy) if text == "eos" else policy.tokenizer.encode(text, add_special_tokens=False)
+        require(text == "eos" or len(ids) == 1, f"--stop-token {text!r} is not one token of {args.model}, but {ids}")
+        policy.stop_token_ids += ids
     policy.generation_config.eos_token_id = policy.stop_token_ids or None  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
-    reward_model = load_reward_model(args, policy)
-    reference = deepcopy(policy).requires_grad_(False) if needs_reference and not args.lora_r else policy
+    reference = deepcopy(policy).requires_grad_(False) if args.beta else None
     if args.lora_r:
         add_adapter(policy, args, "CAUSAL_LM")
-    models = [policy, reference, reward_model]
-    for model in filter(None, dict.fromkeys(models)):
+    for model in filter(None, [policy, reference]):
         place(model, args)
-    return models
+    return policy, reference
+
+
+def load_reward_fns(args):
+    """The functions of --reward-fn by name, each a function of (rollout, tokenizer, args)."""
+    reward_fns = {}
+    for spec in args.reward_fn:
+        file, _, name = spec.rpartition(":")
+        require(file, f"--reward-fn {spec}: should be file.py:name")
+        require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
+        reward_fns[name] = partial(function_reward, load_function(file, name))
+    is_one_each = len(args.reward_weights or reward_fns) == len(reward_fns)
+    require(is_one_each, "--reward-weights needs one number for each function of --reward-fn")
+    return reward_fns
 
 
 def choose_sizes(args, policy, prompts, k):
     """Returns the settings with learning rate and batch sizes filled in, and prints them. k: responses to a prompt."""
-    require(prompts, f"--dataset {args.dataset} has no prompts to train on")
     prompt_length = max(len(row["input_ids"]) for row in prompts)
     longest = prompt_length + args.response_length
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", longest)
@@ -821,57 +689,20 @@ def choose_sizes(args, policy, prompts, k):
     # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
     rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
     rate = args.learning_rate or float(f"{rate:.2g}")
-    parts = args.num_mini_batches * WORLD_SIZE
-    per_device = args.per_device_train_batch_size
-    batch_size = per_device * args.gradient_accumulation_steps * parts if per_device else args.batch_size
     tokens_of_a_row = args.response_length + prompt_length // k  # a prompt is read once for its k rows
     rows = max(1, (2048 if args.device == "cpu" else 8192) // tokens_of_a_row)
-    rows = args.micro_batch_size or per_device or (rows // k * k or rows)  # whole groups, if one fits
-    num_updates = args.total_episodes // batch_size
-    is_whole = batch_size % parts == batch_size % (k * WORLD_SIZE) == 0 < num_updates
-    divisors = f"{parts} (mini-batches x processes) and of {k * WORLD_SIZE} (responses to a prompt x processes)"
-    require(is_whole, f"{batch_size} responses are no multiple of {divisors}, or exceed --total-episodes")
+    rows = args.micro_batch_size or (rows // k * k or rows)  # whole groups, if one fits
+    num_updates = args.total_episodes // args.batch_size
+    parts = math.lcm(args.num_mini_batches * WORLD_SIZE, k * WORLD_SIZE)
+    require(args.batch_size % parts == 0, f"{args.batch_size} responses are no multiple of {parts}: see --batch-size")
+    require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    print(f"{num_updates} updates of {batch_size} responses in {args.num_mini_batches} mini-batches, {rows} at a time")
-    sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
-    sizes["local_rollout_forward_batch_size"] = args.local_rollout_forward_batch_size or 4 * rows
-    return replace(args, per_device_train_batch_size=None, **sizes)
+    print(f"{num_updates} updates of {args.batch_size} responses, {rows} at a time")
+    return replace(args, learning_rate=rate, micro_batch_size=rows)
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
 # --- Rewards ----------------------------------------------------------------------------------------------------------
-def load_reward_model(args, policy):
-    """Loads the reward model; None if --reward-fn does not name it. The bias of its head is the shift that centres the
-    rewards, which reward_model.py stores in the config."""
-    if "reward_model" not in args.reward_fn:
-        return None
-    model = load_model(AutoModelForSequenceClassification, args.reward_model)
-    is_causal = model.config.num_labels == 1 and hasattr(model, "score")
-    require(is_causal, f"{args.reward_model} is not a causal model with one label: see rewards/classifier.py")
-    model.score = Head(model.score.weight, getattr(model.config, "reward_bias", 0.0))
-    model.config.use_cache = False
-    if model.config.pad_token_id == model.tokenizer.eos_token_id and not hasattr(model.config, "reward_bias"):
-        print(
-            f"{args.reward_model}: pad token and EOS are one. It is read at EOS; other libraries read one token before"
-        )
-    a, b = policy.tokenizer, model.tokenizer
-    model.has_same_tokens = a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
-    return model.requires_grad_(False)
-
-
-def encode_again(r, tokenizer, other):
-    """Encodes prompts and responses with another tokenizer, its chat template if it has one, and its EOS."""
-    rows = []
-    for row, prompt, response, ended in zip(r.rows, *decode(r, tokenizer), r.ended.tolist()):
-        if isinstance(row["prompt"], list) and other.chat_template:
-            messages = [*row["prompt"], {"role": "assistant", "content": response}]
-            ids = encode([render_answer(messages, row, other)], other, is_chat=True)[0]
-        else:
-            ids = np.append(encode([prompt + response], other)[0], other.eos_token_id)
-        rows.append(ids if ended else ids[:-1])
-    return rows
-
-
 def decode(r, tokenizer):
     """Prompts and responses as texts, without special tokens. A response is decoded behind its prompt, since
     SentencePiece drops a first space; in conversations, without the white space that some templates write around it."""
@@ -884,40 +715,20 @@ def decode(r, tokenizer):
     return prompts, responses
 
 
-def load_reward_fns(args):
-    """The functions of --reward-fn by name: `file.py:name`, or None for the reward model."""
-    reward_fns = {}
-    for spec in args.reward_fn:
-        file, _, name = spec.rpartition(":")
-        require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
-        reward_fns[name] = load_function(file, name) if file else None
-        require(file or name == "reward_model", f"--reward-fn {spec}: should be file.py:name, or reward_model")
-    is_one_each = len(args.reward_weights or reward_fns) == len(reward_fns)
-    require(is_one_each, "--reward-weights needs one number for each function of --reward-fn")
-    return reward_fns
-
-
 def load_function(file, name):
     """Imports a function of a Python file, which finds its neighbours before other modules of their names."""
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    for neighbour in path.parent.glob("*.py"):
-        loaded = getattr(sys.modules.get(neighbour.stem), "__file__", None)
-        if loaded not in (None, str(neighbour)) and neighbour.stem not in sys.stdlib_module_names:
-            del sys.modules[neighbour.stem]
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look it up there
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+    for neighbour in {path.stem for path in path.parent.glob("*.py")} - sys.stdlib_module_names:
+        sys.modules.pop(neighbour, None)
+    return getattr(importlib.import_module(path.stem), name)
 
 
 def function_reward(function, rollout, tokenizer, args):
     """(B,) rewards of a user's function, with TRL's signature: f(prompts, completions, **columns) -> numbers or None.
 
-    All arguments are lists with one value per row: prompts, prompts_text (as the policy read them), completions,
-    completion_ids, and the columns of the dataset. If the prompts are messages, so are the completions. Each process
-    calls the function for its share of the rows.
+    All arguments are lists with one value per row: prompts, prompts_text (as the policy read them), completions (like
+    the prompts, texts or messages), completion_ids, and the columns of the dataset. A process passes its share of rows.
     """
     r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=args.device))
     columns = {name: [deepcopy(row[name]) for row in r.rows] for name in r.rows[0]}
@@ -934,15 +745,13 @@ def function_reward(function, rollout, tokenizer, args):
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
-def load_prompts(args, split, tokenizer):
-    """The rows of a split, each with the ids of its prompt as `input_ids`. Prompts that are too long are dropped."""
-    rows = read_rows(args.dataset, args.dataset_config, split)
+def load_prompts(args, tokenizer):
+    """The rows of the dataset, each with the ids of its prompt as `input_ids`, without prompts that are too long."""
+    rows = read_rows(args.dataset, args.dataset_config, args.dataset_train_split)
     form = list if rows and isinstance(rows[0].get("prompt"), list) else str  # messages or texts
 
     def text_of(row):
         """The prompt as the policy reads it. Messages are rendered up to where the assistant's answer begins."""
-        reserved = row.keys() & {"input_ids", "prompts", "prompts_text", "completions", "completion_ids"}
-        require(not reserved, f"rename the column {reserved}: reward functions have arguments of that name")
         prompt = row.get("prompt")
         is_one = prompt and isinstance(prompt, form)
         require(is_one, f"'prompt' should be a text in all rows, or messages in all rows, but this is {prompt!r:.60}")
@@ -951,17 +760,16 @@ def load_prompts(args, split, tokenizer):
         check_messages(prompt, last="user")
         return render(prompt, row, tokenizer, add_generation_prompt=True)
 
-    texts = parse(rows, text_of, f"{args.dataset}, {split}")
+    texts = parse(rows, text_of, args.dataset)
     for row, ids in zip(rows, encode(texts, tokenizer, is_chat=form is list)):
         row["input_ids"] = ids
     prompts = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
-    require(prompts or split != args.dataset_train_split, f"{args.dataset} has no prompts in its split {split}")
-    unknown = [np.mean(row["input_ids"] == tokenizer.unk_token_id) > 0.5 for row in prompts]
-    is_known = tokenizer.unk_token == tokenizer.eos_token or not any(unknown) or np.mean(unknown) < 0.5
-    require(is_known, f"{split}: most words are unknown to the tokenizer of {args.model}: choose another --model")
-    if prompts:
-        print(f"{split}: {len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
-        print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
+    print(f"{len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
+    require(prompts, f"{args.dataset} has no prompts to train on")
+    print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
+    unknown = tokenizer.unk_token_id if tokenizer.unk_token != tokenizer.eos_token else None
+    share = np.mean(np.concatenate([row["input_ids"] for row in prompts]) == unknown)
+    require(share < 0.5, f"most words are unknown to the tokenizer of {args.model}: choose another --model")
     return prompts
 
 
@@ -1100,31 +908,6 @@ def add_adapter(model, args, task_type):
     model.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type=task_type))
 
 
-@contextmanager
-def adapter_off(policy, reference):
-    """With LoRA, the policy is the reference while its adapter is off, within this context."""
-    if reference is policy:
-        reshard(policy)  # switching sets requires_grad, which has to happen on shards, not on gathered weights
-        policy.disable_adapters()
-    yield
-    if reference is policy:
-        reshard(policy)
-        policy.enable_adapters()
-
-
-class Head(nn.Linear):
-    """A linear head (D -> 1) in float32, also under autocast: bfloat16 is too coarse for a value or a reward."""
-
-    def __init__(self, weight, bias=0.0):
-        super().__init__(weight.shape[1], 1)
-        self.weight = nn.Parameter(weight.detach().clone())
-        nn.init.constant_(self.bias, bias)
-
-    def forward(self, states):
-        with torch.autocast(states.device.type, enabled=False):
-            return super().forward(states.float())
-
-
 class OneTypeCache(StaticCache):
     """A key-value cache of fixed size and one dtype: under autocast, rotary keys are float32 and values bfloat16."""
 
@@ -1144,11 +927,7 @@ def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
     is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
     require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
-    require("RANK" in os.environ or not args.zero_stage, "--zero-stage needs torchrun --nproc-per-node N")
-    if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
-        print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # at each checkpoint of a single process
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
@@ -1179,69 +958,40 @@ def all_gather(x):
 
 
 def place(model, args):
-    """Moves a model to the device. With --zero-stage, torch's FSDP2 shards it, layer by layer, and averages its
-    gradients over processes. Stage 2 shards only models in training."""
+    """Moves a model to the device. Recomputes its layers, or runs them in bfloat16, as the settings say."""
     is_trained = any(p.requires_grad for p in model.parameters())
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for layer in layers:
+    for layer in model.modules():
+        if not isinstance(layer, GradientCheckpointingLayer):
+            continue
         if args.gradient_checkpointing and is_trained:
             recompute_activations(layer)
         for module in layer.modules():
             if args.bf16 and isinstance(module, nn.Linear) and not module.weight.requires_grad:
                 module.bfloat16()  # once: autocast would cast a frozen weight at each use
-    if args.zero_stage == 3 or (args.zero_stage == 2 and is_trained):
-        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
-        for module in layers + roots:
-            fully_shard(module, reshard_after_forward=args.zero_stage == 3)
     model.to(args.device)
 
 
-def reshard(model):
-    """Frees the weights that a pass through a sharded model has gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-@contextmanager
-def gathered(model, args):
-    """Within this context, each process has all weights of a sharded model: they are sent once, not for each token."""
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
-    yield
-    for part in parts:
-        part.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
-        part.reshard()
-
-
 def clip_gradient(parameters, max_norm):
-    """Clips the gradient to max_norm, and returns its norm before. FSDP2 has averaged the gradients of sharded models
-    over the processes; those of other models are averaged here."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
-        for gradient in gradients:
-            dist.all_reduce(gradient)
-            gradient /= WORLD_SIZE
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """Averages the gradient over processes, clips it to max_norm, and returns its norm before."""
+    for p in parameters:
+        if WORLD_SIZE > 1 and p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= WORLD_SIZE
+    return nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves. In
-    a checkpoint, each process writes its weights and moments as safetensors; then process 0 adds state.json with
-    `carry`, what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
+    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
+    `carry` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
         self.args = args
         self.num_steps = num_steps
         self.optimizer = optimizer
         self.carry = carry
-        self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
+        self.models = nn.ModuleDict(models)
         self.step = 0
-        self.seconds = {}  # of each phase of this step
         self.stop_requested = False
         self.saved_at = time.time()
         script = Path(__file__).stem
@@ -1258,16 +1008,12 @@ class Run:
         if RANK:
             return
         self.output.mkdir(parents=True, exist_ok=bool(args.resume))
-        options = {"shell": True, "cwd": Path(__file__).resolve().parent, "capture_output": True, "text": True}
-        revision = subprocess.run("git describe --always --dirty", **options).stdout.strip()  # "" without git
-        code = {"script": Path(__file__).name, "version": "2026.11", "revision": revision}
-        settings = {"code": code} | asdict(args)
-        (self.output / "args.json").write_text(json.dumps(settings, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
         self.file = open(self.output / "metrics.jsonl", "a")
         if args.track:
             import wandb
 
-            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": settings}
+            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
             self.wandb = wandb.init(project=os.environ.get("WANDB_PROJECT", "rlhf"), **options)
 
     def steps(self):
@@ -1278,6 +1024,7 @@ class Run:
                 signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
+            self.step_started = time.perf_counter()
             yield self.step
             is_late = time.time() - self.saved_at > 600
             stops, lates = all_reduce(torch.tensor([int(self.stop_requested), int(is_late)])).tolist()
@@ -1285,18 +1032,8 @@ class Run:
             if stops or lates or self.step % self.args.save_steps == 0:
                 self.save()
 
-    @contextmanager
-    def clock(self, phase):
-        """Times one phase of the step."""
-        start = time.perf_counter()
-        yield
-        if self.args.device != "cpu":
-            torch.accelerator.synchronize()
-        self.seconds[phase] = time.perf_counter() - start
-
     def log(self, stats, *shown):
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
-        stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
         self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
         self.bar.update()
@@ -1311,48 +1048,39 @@ class Run:
         return self.step % max(1, every) == 0 or self.step == self.num_steps
 
     def show(self, columns, tensors):
-        """Prints texts as a table, and saves the tensors that belong to them in samples/, for tools/xray.py."""
+        """Prints a row of each text, and saves the tensors that belong to them in samples/, for tools/xray.py."""
         if RANK:
             return
-        table = Table(*columns, title=f"update {self.step} of {self.num_steps}", show_lines=True)
-        for row in zip(*columns.values()):
-            table.add_row(*map(Text, row))  # a Text shows markup as it is
-        with self.bar.external_write_mode():
-            Console().print(table)
+        rows = ["".join(f"{name}: {text}\n" for name, text in zip(columns, row)) for row in zip(*columns.values())]
+        self.bar.write("\n".join(rows))
         tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
         (self.output / "samples").mkdir(exist_ok=True)
         save_file(tensors, self.output / f"samples/step-{self.step:08d}.safetensors")
 
-    def tensors(self):
-        """All trained weights and the optimiser's moments by name; if sharded, this process's shards."""
-        reshard(self.models)
-        options = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
-        state = state_dict.get_optimizer_state_dict(self.models, self.optimizer, options=options)
-        moments = {name: x for name, x in state.items() if isinstance(x, Tensor)}
-        return moments | {name: p for name, p in self.models.named_parameters() if p.requires_grad}
-
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
-        unfinished = self.output / "checkpoints/unfinished"
-        if not RANK:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-        dcp.save(self.tensors(), storage_writer=HuggingFaceStorageWriter(unfinished, save_distributed=True))
         self.saved_at = time.time()
-        if not RANK:
-            (unfinished / "state.json").write_text(json.dumps({"step": self.step, "carry": self.carry}))
-            unfinished.rename(self.output / f"checkpoints/step-{self.step:08d}")
-            for old in sorted(self.output.glob("checkpoints/step-*"))[: -(self.args.save_total_limit or 1)]:
-                shutil.rmtree(old)
+        if RANK:
+            return
+        folder = self.output / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        weights = {name: p.data for name, p in self.models.named_parameters() if p.requires_grad}
+        state = {"step": self.step, "carry": self.carry, "weights": weights, "optimizer": self.optimizer.state_dict()}
+        torch.save(state, folder / "unfinished.pt")
+        (folder / "unfinished.pt").rename(folder / f"step-{self.step:08d}.pt")
+        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
+            old.unlink()
 
     def restore(self):
         """Continues from the newest checkpoint, or starts from scratch if there is none."""
-        found = sorted(self.output.glob("checkpoints/step-*"))
+        found = sorted(self.output.glob("checkpoints/step-*.pt"))
         is_over = (self.output / "README.md").exists() and not found
         require(not is_over, f"{self.output} is complete, and kept no checkpoint (see --save-total-limit)")
-        for folder in found[-1:]:
-            print(f"reading {folder} (if it is damaged, remove it)")
-            dcp.load(self.tensors(), storage_reader=HuggingFaceStorageReader(folder))
-            state = json.loads((folder / "state.json").read_text())
+        for file in found[-1:]:
+            print(f"reading {file} (if it is damaged, remove it)")
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            self.models.load_state_dict(state["weights"], strict=False)  # it has the trained weights alone
+            self.optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]
             self.carry.update(state["carry"])
         if not RANK:
@@ -1362,9 +1090,9 @@ class Run:
     def finish(self):
         """Saves the model, the model card and the curves."""
         self.bar.close()
-        save_model(self.models["model"], self.output, self.args)
         if RANK:
             return
+        save_model(self.models["model"], self.output, self.args)
         self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -1376,12 +1104,7 @@ class Run:
 
 def save_model(model, folder, args):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
-    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = state_dict.get_model_state_dict(model, options=options)
-    if RANK:
-        return
-    weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
-    model.save_pretrained(folder, state_dict=weights)
+    model.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
     if args.lora_r:
         from peft import PeftModel
@@ -1394,24 +1117,16 @@ def save_model(model, folder, args):
 
 
 def describe(folder, args):
-    """Writes curves.png, with a panel for each of CURVES, and README.md, the model card."""
+    """Writes curves.png, with a panel for each metric of CURVES, and README.md, the model card."""
     import pandas
-    from matplotlib.figure import Figure
 
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
-    for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
-        axis.set_title(title)
-        for name, values in lines.filter(regex=pattern).items():
-            axis.plot(values, "o" if name.startswith("eval") else "-", label=name)
-        axis.legend()
-    figure.savefig(folder / "curves.png", dpi=120)
-    defaults = asdict(Args())
-    changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
-    metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    code = " ".join(json.loads((folder / "args.json").read_text())["code"].values())
-    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model or 'scratch'}.\n\n"
-    card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
+    curves = lines.filter(regex=CURVES).astype(float)
+    axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-", xlabel="step")
+    axes.flat[0].figure.savefig(folder / "curves.png", dpi=120)
+    settings = (folder / "args.json").read_text()
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nTrained from {args.model or 'scratch'} on {args.dataset}.\n"
+    card += f"## Settings\n```\n{settings}\n```\n## Last metrics\n```\n{lines.ffill().iloc[-1].to_string()}\n```\n"
     (folder / "README.md").write_text(card)
 
 
@@ -1422,10 +1137,7 @@ def read_command_line():
     if args.resume:
         file = Path(args.resume, "args.json")
         require(file.exists(), f"--resume {args.resume}: there is no run in this folder")
-        settings = json.loads(file.read_text())
-        script = settings.pop("code")["script"]
-        require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
-        args = read(default=Args(**settings))
+        args = read(default=Args(**json.loads(file.read_text())))
     return args
 
 

@@ -1052,8 +1052,8 @@ class Run:
         """Prints a row of each text, and saves the tensors that belong to them in samples/, for tools/xray.py."""
         if RANK:
             return
-        for row in zip(*columns.values()):
-            self.bar.write("".join(f"{name}: {text}\n" for name, text in zip(columns, row)))
+        rows = ["".join(f"{name}: {text}\n" for name, text in zip(columns, row)) for row in zip(*columns.values())]
+        self.bar.write("\n".join(rows))
         tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
         (self.output / "samples").mkdir(exist_ok=True)
         save_file(tensors, self.output / f"samples/step-{self.step:08d}.safetensors")

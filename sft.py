@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
-#     "matplotlib==3.11.2", "pydantic==2.14.3", "rich==15.0.0", "tqdm==4.70.1",
+#     "matplotlib==3.11.2", "pydantic==2.14.3", "tqdm==4.70.1",
 # ]
 # ///
 """Supervised fine-tuning: texts -> policy.
@@ -36,11 +36,8 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-import warnings
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -51,19 +48,12 @@ import numpy as np
 import pydantic
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import tyro
 from jinja2 import TemplateError
 from pydantic import Field
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
@@ -76,8 +66,7 @@ TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Settings. A type limits the values; the comment beside or above a setting is its help text
-
+# --- Settings. A type limits the values; the comment beside a setting is its help text
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -118,7 +107,7 @@ class Args:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `text`; or `prompt` and `completion`, both texts or both messages; or `messages` ---
 
-    # folder of train.jsonl and validation.jsonl (or .parquet), one such file, or a name on the hub
+    # folder of SPLIT.jsonl or SPLIT.parquet, one such file, or a name on the hub
     dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/data/sft"
     dataset_config: Annotated[Name | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
@@ -134,12 +123,9 @@ class Args:
     eval_steps: Count = 100  # steps between evaluations; the last step is always followed by one
     num_sample_generations: Natural = 3  # number of tables of sampled completions to print (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
-    zero_stage: Literal[0, 2, 3] = 0  # torchrun: 2 shards gradients and optimiser state over GPUs; 3 also the weights
 
 
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
-
-
 def train(args):
     """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     start(args)
@@ -175,12 +161,12 @@ def train(args):
         batch = sorted([texts[i] for i in batches[step - 1]], key=lambda text: len(text[0]))
 
         # 2. Loss, and 3. update
-        with run.clock("step"):
-            stats, num_labels = update(policy, optimizer, batch, args)
+        stats, num_labels = update(policy, optimizer, batch, args)
 
         carry["num_tokens"] += num_labels
         stats |= {"step": step, "epoch": step * len(passes) / len(batches), "num_tokens": carry["num_tokens"]}
-        stats |= {"lr": optimizer.param_groups[0]["lr"], "perf/tokens_per_second": num_labels / run.seconds["step"]}
+        stats["lr"] = optimizer.param_groups[0]["lr"]
+        stats["perf/tokens_per_second"] = num_labels / (time.perf_counter() - run.step_started)
         if eval_texts and run.is_due(args.eval_steps):
             stats |= evaluate(policy, eval_texts, args)
         run.log(stats, "loss", "mean_token_accuracy")
@@ -375,7 +361,7 @@ def show_samples(run, policy, texts, limit, args):
 
 # --- Models and data --------------------------------------------------------------------------------------------------
 # Title of a panel: pattern of the metrics in it
-CURVES = {"loss, nats per token": "loss$", "share of tokens right": "accuracy$", "gradient norm": "grad_norm$"}
+CURVES = "loss$|accuracy$|grad_norm$"  # metrics of curves.png
 
 
 def load_policy(args):
@@ -560,11 +546,7 @@ def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
     is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
     require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
-    require("RANK" in os.environ or not args.zero_stage, "--zero-stage needs torchrun --nproc-per-node N")
-    if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
-        print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # at each checkpoint of a single process
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
@@ -587,56 +569,40 @@ def all_reduce(x):
 
 
 def place(model, args):
-    """Moves a model to the device. With --zero-stage, torch's FSDP2 shards it, layer by layer, and averages its
-    gradients over processes. Stage 2 shards only models in training."""
+    """Moves a model to the device. Recomputes its layers, or runs them in bfloat16, as the settings say."""
     is_trained = any(p.requires_grad for p in model.parameters())
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for layer in layers:
+    for layer in model.modules():
+        if not isinstance(layer, GradientCheckpointingLayer):
+            continue
         if args.gradient_checkpointing and is_trained:
             recompute_activations(layer)
         for module in layer.modules():
             if args.bf16 and isinstance(module, nn.Linear) and not module.weight.requires_grad:
                 module.bfloat16()  # once: autocast would cast a frozen weight at each use
-    if args.zero_stage == 3 or (args.zero_stage == 2 and is_trained):
-        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
-        for module in layers + roots:
-            fully_shard(module, reshard_after_forward=args.zero_stage == 3)
     model.to(args.device)
 
 
-def reshard(model):
-    """Frees the weights that a pass through a sharded model has gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def clip_gradient(parameters, max_norm):
-    """Clips the gradient to max_norm, and returns its norm before. FSDP2 has averaged the gradients of sharded models
-    over the processes; those of other models are averaged here."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
-        for gradient in gradients:
-            dist.all_reduce(gradient)
-            gradient /= WORLD_SIZE
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """Averages the gradient over processes, clips it to max_norm, and returns its norm before."""
+    for p in parameters:
+        if WORLD_SIZE > 1 and p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= WORLD_SIZE
+    return nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves. In
-    a checkpoint, each process writes its weights and moments as safetensors; then process 0 adds state.json with
-    `carry`, what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
+    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
+    `carry` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
         self.args = args
         self.num_steps = num_steps
         self.optimizer = optimizer
         self.carry = carry
-        self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
+        self.models = nn.ModuleDict(models)
         self.step = 0
-        self.seconds = {}  # of each phase of this step
         self.stop_requested = False
         self.saved_at = time.time()
         script = Path(__file__).stem
@@ -653,16 +619,12 @@ class Run:
         if RANK:
             return
         self.output.mkdir(parents=True, exist_ok=bool(args.resume))
-        options = {"shell": True, "cwd": Path(__file__).resolve().parent, "capture_output": True, "text": True}
-        revision = subprocess.run("git describe --always --dirty", **options).stdout.strip()  # "" without git
-        code = {"script": Path(__file__).name, "version": "2026.11", "revision": revision}
-        settings = {"code": code} | asdict(args)
-        (self.output / "args.json").write_text(json.dumps(settings, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
         self.file = open(self.output / "metrics.jsonl", "a")
         if args.track:
             import wandb
 
-            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": settings}
+            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
             self.wandb = wandb.init(project=os.environ.get("WANDB_PROJECT", "rlhf"), **options)
 
     def steps(self):
@@ -673,6 +635,7 @@ class Run:
                 signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
+            self.step_started = time.perf_counter()
             yield self.step
             is_late = time.time() - self.saved_at > 600
             stops, lates = all_reduce(torch.tensor([int(self.stop_requested), int(is_late)])).tolist()
@@ -680,18 +643,8 @@ class Run:
             if stops or lates or self.step % self.args.save_steps == 0:
                 self.save()
 
-    @contextmanager
-    def clock(self, phase):
-        """Times one phase of the step."""
-        start = time.perf_counter()
-        yield
-        if self.args.device != "cpu":
-            torch.accelerator.synchronize()
-        self.seconds[phase] = time.perf_counter() - start
-
     def log(self, stats, *shown):
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
-        stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
         self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
         self.bar.update()
@@ -706,48 +659,39 @@ class Run:
         return self.step % max(1, every) == 0 or self.step == self.num_steps
 
     def show(self, columns, tensors):
-        """Prints texts as a table, and saves the tensors that belong to them in samples/, for tools/xray.py."""
+        """Prints a row of each text, and saves the tensors that belong to them in samples/, for tools/xray.py."""
         if RANK:
             return
-        table = Table(*columns, title=f"update {self.step} of {self.num_steps}", show_lines=True)
-        for row in zip(*columns.values()):
-            table.add_row(*map(Text, row))  # a Text shows markup as it is
-        with self.bar.external_write_mode():
-            Console().print(table)
+        rows = ["".join(f"{name}: {text}\n" for name, text in zip(columns, row)) for row in zip(*columns.values())]
+        self.bar.write("\n".join(rows))
         tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
         (self.output / "samples").mkdir(exist_ok=True)
         save_file(tensors, self.output / f"samples/step-{self.step:08d}.safetensors")
 
-    def tensors(self):
-        """All trained weights and the optimiser's moments by name; if sharded, this process's shards."""
-        reshard(self.models)
-        options = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
-        state = state_dict.get_optimizer_state_dict(self.models, self.optimizer, options=options)
-        moments = {name: x for name, x in state.items() if isinstance(x, Tensor)}
-        return moments | {name: p for name, p in self.models.named_parameters() if p.requires_grad}
-
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
-        unfinished = self.output / "checkpoints/unfinished"
-        if not RANK:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-        dcp.save(self.tensors(), storage_writer=HuggingFaceStorageWriter(unfinished, save_distributed=True))
         self.saved_at = time.time()
-        if not RANK:
-            (unfinished / "state.json").write_text(json.dumps({"step": self.step, "carry": self.carry}))
-            unfinished.rename(self.output / f"checkpoints/step-{self.step:08d}")
-            for old in sorted(self.output.glob("checkpoints/step-*"))[: -(self.args.save_total_limit or 1)]:
-                shutil.rmtree(old)
+        if RANK:
+            return
+        folder = self.output / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        weights = {name: p.data for name, p in self.models.named_parameters() if p.requires_grad}
+        state = {"step": self.step, "carry": self.carry, "weights": weights, "optimizer": self.optimizer.state_dict()}
+        torch.save(state, folder / "unfinished.pt")
+        (folder / "unfinished.pt").rename(folder / f"step-{self.step:08d}.pt")
+        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
+            old.unlink()
 
     def restore(self):
         """Continues from the newest checkpoint, or starts from scratch if there is none."""
-        found = sorted(self.output.glob("checkpoints/step-*"))
+        found = sorted(self.output.glob("checkpoints/step-*.pt"))
         is_over = (self.output / "README.md").exists() and not found
         require(not is_over, f"{self.output} is complete, and kept no checkpoint (see --save-total-limit)")
-        for folder in found[-1:]:
-            print(f"reading {folder} (if it is damaged, remove it)")
-            dcp.load(self.tensors(), storage_reader=HuggingFaceStorageReader(folder))
-            state = json.loads((folder / "state.json").read_text())
+        for file in found[-1:]:
+            print(f"reading {file} (if it is damaged, remove it)")
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            self.models.load_state_dict(state["weights"], strict=False)  # it has the trained weights alone
+            self.optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]
             self.carry.update(state["carry"])
         if not RANK:
@@ -757,9 +701,9 @@ class Run:
     def finish(self):
         """Saves the model, the model card and the curves."""
         self.bar.close()
-        save_model(self.models["model"], self.output, self.args)
         if RANK:
             return
+        save_model(self.models["model"], self.output, self.args)
         self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -771,12 +715,7 @@ class Run:
 
 def save_model(model, folder, args):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
-    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = state_dict.get_model_state_dict(model, options=options)
-    if RANK:
-        return
-    weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
-    model.save_pretrained(folder, state_dict=weights)
+    model.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
     if args.lora_r:
         from peft import PeftModel
@@ -789,24 +728,16 @@ def save_model(model, folder, args):
 
 
 def describe(folder, args):
-    """Writes curves.png, with a panel for each of CURVES, and README.md, the model card."""
+    """Writes curves.png, with a panel for each metric of CURVES, and README.md, the model card."""
     import pandas
-    from matplotlib.figure import Figure
 
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
-    for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
-        axis.set_title(title)
-        for name, values in lines.filter(regex=pattern).items():
-            axis.plot(values, "o" if name.startswith("eval") else "-", label=name)
-        axis.legend()
-    figure.savefig(folder / "curves.png", dpi=120)
-    defaults = asdict(Args())
-    changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
-    metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    code = " ".join(json.loads((folder / "args.json").read_text())["code"].values())
-    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model or 'scratch'}.\n\n"
-    card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
+    curves = lines.filter(regex=CURVES).astype(float)
+    axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-", xlabel="step")
+    axes.flat[0].figure.savefig(folder / "curves.png", dpi=120)
+    settings = (folder / "args.json").read_text()
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nTrained from {args.model or 'scratch'} on {args.dataset}.\n"
+    card += f"## Settings\n```\n{settings}\n```\n## Last metrics\n```\n{lines.ffill().iloc[-1].to_string()}\n```\n"
     (folder / "README.md").write_text(card)
 
 
@@ -817,10 +748,7 @@ def read_command_line():
     if args.resume:
         file = Path(args.resume, "args.json")
         require(file.exists(), f"--resume {args.resume}: there is no run in this folder")
-        settings = json.loads(file.read_text())
-        script = settings.pop("code")["script"]
-        require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
-        args = read(default=Args(**settings))
+        args = read(default=Args(**json.loads(file.read_text())))
     return args
 
 

@@ -1,0 +1,49 @@
+"""A reward model as a reward function, for grpo.py. (ppo.py and rloo.py read one themselves, with --reward-model.)
+
+  REWARD_MODEL=./reward_model python grpo.py --model ./sft --dataset prompts.jsonl --reward-fn rewards/model.py:score
+"""
+
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+MODEL = os.environ.get("REWARD_MODEL", f"{Path(__file__).resolve().parent.parent}/toy/reward_model")  # or a hub name
+BATCH_SIZE = 32  # texts in one forward pass
+
+
+@cache
+def load() -> tuple:
+    """Tokenizer and model; loaded at the first call."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL, dtype=torch.float32).to(device)
+    assert model.config.num_labels == 1, f"{MODEL} is not a reward model: it has {model.config.num_labels} labels"
+    return tokenizer, model
+
+
+@torch.no_grad()
+def score(prompts: list, completions: list, **columns) -> list[float]:
+    """The reward of each prompt with its completion, read where the answer ends: at EOS, or at the chat's end of a turn.
+    An answer that was cut off is read as if it had ended."""
+    tokenizer, model = load()
+    bias = getattr(model.config, "reward_bias", 0.0)  # the shift that reward_model.py stores if the model has no bias
+    rows = []
+    for prompt, completion in zip(prompts, completions):
+        if isinstance(prompt, list):
+            text = tokenizer.apply_chat_template(prompt + completion, tokenize=False)
+            rows.append(tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"])
+        else:
+            rows.append([*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id])
+    scores = []
+    for start in range(0, len(rows), BATCH_SIZE):
+        part = {"input_ids": rows[start : start + BATCH_SIZE]}
+        batch = tokenizer.pad(part, padding_side="right", return_tensors="pt").to(model.device)
+        states = model.base_model(**batch).last_hidden_state  # (b, S, D)
+        last = batch["attention_mask"].sum(1) - 1  # (b,)
+        heads = model.score(states[torch.arange(len(last)), last]).squeeze(1)
+        scores += (heads + bias).tolist()
+    return scores
