@@ -158,7 +158,7 @@ def train(args):
     """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     start(args)
     policy, reference = load_models(args)
-    reward_fns = load_reward_fns(args)
+    reward_fns = load_functions(args)
     prompts = load_prompts(args, policy.tokenizer)
     G = args.num_generations
     args = choose_sizes(args, policy, prompts, G)  # from here on, all sizes are set
@@ -666,7 +666,7 @@ def load_models(args):
     return policy, reference
 
 
-def load_reward_fns(args):
+def load_functions(args):
     """The functions of --reward-fn by name, each a function of (rollout, tokenizer, args)."""
     reward_fns = {}
     for spec in args.reward_fn:

@@ -1,6 +1,6 @@
 """A reward model as a reward function, for grpo.py. (ppo.py and rloo.py read one themselves, with --reward-model.)
 
-  REWARD_MODEL=./reward_model python grpo.py --model ./sft --dataset prompts.jsonl --reward-fn rewards/model.py:score
+REWARD_MODEL=./reward_model python grpo.py --model ./sft --dataset prompts.jsonl --reward-fn rewards/model.py:score
 """
 
 import os
@@ -27,8 +27,8 @@ def load() -> tuple:
 
 @torch.no_grad()
 def score(prompts: list, completions: list, **columns) -> list[float]:
-    """The reward of each prompt with its completion, read where the answer ends: at EOS, or at the chat's end of a turn.
-    An answer that was cut off is read as if it had ended."""
+    """The reward of each prompt with its completion, read at EOS, or in a chat where the answer's turn ends. An answer
+    that was cut off is read as if it had ended."""
     tokenizer, model = load()
     bias = getattr(model.config, "reward_bias", 0.0)  # the shift that reward_model.py stores if the model has no bias
     rows = []

@@ -35,6 +35,9 @@ if "CACHE_OF_TESTS" not in os.environ:  # nothing is written to the user's; proc
 
 
 sys.path.insert(0, str(ROOT))
+from runs import draw_nothing  # noqa: E402 (it imports torch)
+
+draw_nothing()
 settings.register_profile("tests", deadline=None, derandomize=True, database=None)  # the same on a busy machine
 settings.load_profile("tests")
 
@@ -60,17 +63,6 @@ def nothing_is_left():
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     assert os.getcwd() == folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_drawing():
-    """Curves are not drawn, which takes half of a run of three steps, but in processes of their own."""
-    from matplotlib.figure import Figure
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "subplots", lambda self, rows, columns, **_: [mock.MagicMock()] * columns)
-        patch.setattr(Figure, "savefig", lambda self, path, **_: None)
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbers_of_others import MASK, close, golden, randn, spoil
+from runs import run
 
 import grpo
 import ppo
 import rloo
 
-# --- masked_mean, masked_whiten
+# --- masked_sum, masked_whiten
 
 
 @settings(max_examples=50)
@@ -21,7 +22,7 @@ def test_masked_moments_equal_those_of_the_real_tokens(rows, columns, seed):
     mask = torch.rand(rows, columns, generator=generator) < 0.6
     mask[0, 0] = True
     spoilt = x.masked_fill(~mask, float("nan"))
-    torch.testing.assert_close(ppo.masked_mean(spoilt, mask), x[mask].mean())
+    torch.testing.assert_close(ppo.masked_sum(spoilt, mask), x[mask].sum())
     whitened = ppo.masked_whiten(spoilt, mask)
     assert not whitened[~mask].any()
     n = int(mask.sum())
@@ -43,16 +44,20 @@ def test_gae_ignores_padding_and_treats_rows_alone():
         close(other, expected[order])
 
 
-# --- adapt_kl_coef
+# --- kl_coef
 
 
-def test_kl_controller_against_trl07():
-    """At the target, inside the clip, and far outside it."""
+def test_kl_controller_against_trl07(monkeypatch, tiny, tmp_path):
+    """At the target, inside the clip, and far outside it; 16 episodes of a horizon of 625 are 256 of 10,000."""
     i, o = golden("trl0711_kl_controller")
-    for step in o["sequence"]:
-        args = ppo.Args(kl_target=i["target"], kl_horizon=i["horizon"], batch_size=step["n_steps"])
-        after = ppo.adapt_kl_coef(step["value_before"], step["current_kl"], args)
-        assert after == pytest.approx(step["value_after"], rel=1e-9)
+    steps = [step for step in o["sequence"] if step["n_steps"] == 256]
+    seen = [{"objective/kl": step["current_kl"], "objective/scores": 0.0} for step in [*steps, steps[0]]]
+    coefs = []
+    monkeypatch.setattr(ppo, "rollout_stats", lambda rollout, coef: coefs.append(coef) or seen[len(coefs) - 1])
+    sizes = dict(kl_target=i["target"], kl_horizon=625, batch_size=16, total_episodes=16 * len(seen))
+    run(ppo, tmp_path / "run", **tiny["ppo"] | sizes)
+    ratios = [step["value_after"] / step["value_before"] for step in steps]
+    close([after / before for before, after in zip(coefs, coefs[1:])], ratios)
 
 
 # --- leave_one_out, rloo_advantages

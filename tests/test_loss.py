@@ -16,7 +16,7 @@ def policy_gradient(logprobs, old, advantages):
     """Of the mean over tokens, with respect to the log-probabilities."""
     logprobs = leaf(logprobs)
     loss, _, _ = ppo.policy_loss(logprobs, old, advantages, MASK, 0.2)
-    ppo.masked_mean(loss, MASK).backward()
+    (ppo.masked_sum(loss, MASK) / MASK.sum()).backward()
     return logprobs.grad
 
 

@@ -111,7 +111,7 @@ def test_a_policy_that_samples_otherwise_than_it_trains_ends_the_run(name, tiny,
             output.logits = torch.dropout(output.logits, 0.2, True)
 
     watch(monkeypatch, GPT2LMHeadModel, "forward", spoil)
-    with pytest.raises(SystemExit, match="^error: .*first_ratio_error"):
+    with pytest.raises(SystemExit, match="^error: .*ratio"):
         run(name, tmp_path / "run", **tiny[name] | ({} if name == "agent" else dict(model="toy/sft")))
 
 
@@ -171,7 +171,7 @@ def test_adapter_and_merged_model_are_saved(tmp_path, tiny):
     *_, line = run("ppo", tmp_path / "run", **tiny["ppo"] | settings)
     folder = tmp_path / "run"
     assert abs(line["objective/kl"]) > 0.05 and (folder / "adapter_model.safetensors").stat().st_size < 300_000
-    stored = [name for file in folder.glob("checkpoints/*/*.safetensors") for name in load_file(file)]
+    stored = torch.load(folder / "checkpoints/step-00000003.pt")["weights"]
     assert stored and all("lora" in name for name in stored if "critic" not in name)
     ids = torch.randint(5, 500, (2, 9))
     with torch.no_grad():

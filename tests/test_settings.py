@@ -32,9 +32,7 @@ OF_PPO = [  # and what the message says
     (dict(reward_fn=(GOLD, GOLD)), "gold_score"),
     (dict(reward_fn=("FOLDER/r.py:one",)), "1 rewards for 64 rows"),
     (dict(reward_fn=("FOLDER/r.py:endless",)), "infinite"),
-    (dict(zero_stage=3), "torchrun"),
     (dict(stop_token=("eos", "the end of it all")), "the end of it all"),
-    (dict(model="toy/shells/sft", stop_token=("zyzzyva",)), "zyzzyva"),  # a tokenizer of words reads it as one token
 ]
 WRONG = [("ppo", *case) for case in OF_PPO]
 WRONG += [("rloo", dict(rloo_k=5), "5"), ("grpo", dict(num_generations=3), "3")]
@@ -83,7 +81,7 @@ TRL_COMMAND = (
     "--dataset_name {0}/data --dataset_train_split descriptiveness --learning_rate 3e-6 --output_dir {0}/out "
     "--per_device_train_batch_size 32 --gradient_accumulation_steps 1 --total_episodes 64 --missing_eos_penalty 1.0 "
     "--model_name_or_path toy/sft --sft_model_path toy/sft --reward_model_path toy/reward_model --device cpu "
-    "--num_mini_batches 2 --local_rollout_forward_batch_size 16 --stop_token eos --dataset_test_split none "
+    "--num_mini_batches 2 --local_rollout_forward_batch_size 16 --stop_token eos "
     "--num_generations 4 --max_completion_length 6 --num_iterations 2 --epsilon 0.1 --beta 0.03"  # since 0.22
 )
 
