@@ -103,7 +103,7 @@ class Args:
     credit: Literal["episode", "turn"] = "episode"  # one advantage per episode, or per turn
     # divides advantages by: the standard deviation of the group or batch; the group's mean (MaxRL, for scores of 0 or
     # more); 1 (none, Dr. GRPO)
-    scale_rewards: Literal["group", "batch", "none"] = "batch"
+    scale_rewards: Literal["group", "batch", "mean", "none"] = "batch"
     # weights of tokens. dapo: all equal; grpo: equal sums for all episodes; dr_grpo: a constant
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high
@@ -393,11 +393,12 @@ def read_logprobs(policy, reference, rollout, args):
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
 def group_advantages(scores, G, scale):
-    """(B,) each score minus the group's mean, divided by a standard deviation (TRL).
+    """(B,) each score minus the group's mean, divided by a standard deviation (TRL) or by that mean (MaxRL).
 
     A group is G neighbouring rows. With G = 4, scores [1, 0, 0, 0] give
         none   [.75, -.25, -.25, -.25]
         group  [1.5, -.5, -.5, -.5]: divided by .5. Rare successes and rare failures weigh more (see Dr. GRPO)
+        mean   [3, -1, -1, -1]: only rare successes weigh more, as in the gradient of log P(right answer)
     """
     groups = scores.view(-1, G)
     groups = groups - groups[:, :1]  # so that equal scores give exactly 0, in spite of rounding
@@ -406,6 +407,8 @@ def group_advantages(scores, G, scale):
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)  # 1e-4: never 0 (TRL)
     if scale == "batch":
         advantages = advantages / (scores.std() + 1e-4)
+    if scale == "mean":
+        advantages = advantages / (scores.view(-1, G).mean(1, keepdim=True) + 1e-4)
     return advantages.flatten()
 
 

@@ -31,8 +31,8 @@ Differences from RLOO: the mean includes the response itself; division by the st
 prompts that are nearly always or nearly never answered right; each token has its own clipped ratio; by default there is
 no KL. A group with equal scores gives no gradient.
 
-Papers: GRPO 2402.03300 (eq. 3, 19); Dr. GRPO 2503.20783; DAPO 2503.14476; GSPO 2507.18071; CISPO 2506.13585.
-In short: lecture/grpo.py, 310 lines. Over several turns: agent.py.
+Papers: GRPO 2402.03300 (eq. 3, 19); Dr. GRPO 2503.20783; DAPO 2503.14476; GSPO 2507.18071; CISPO 2506.13585; MaxRL
+2602.02710. In short: lecture/grpo.py, 310 lines. Over several turns: agent.py.
 
   python grpo.py                       # the toy task: offline, half a minute on two CPU cores, right answers .4 to 1.0
   python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --response-length 1024 \\
@@ -103,14 +103,13 @@ class Args:
     num_generations: Annotated[int, Field(ge=2)] = 8  # responses to each prompt. More: a better baseline
     loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"  # see token_weights, surrogate_loss
     importance_sampling_level: Literal["token", "sequence"] = "token"  # of the ratio. GSPO: sequence, loss_type grpo
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # divide advantages by the standard deviation of this
+    scale_rewards: Literal["group", "batch", "mean", "none"] = "group"  # what divides advantages: see group_advantages
+    baseline: Literal["mean", "none"] = "mean"  # of the scores of a group; none: the scores are the advantages (RFT)
     epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
     epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); cispo: upper bound, default 5
-    delta: Positive | None = None  # upper bound of the ratio where A < 0; by default there is none (INTELLECT-2: 4)
     num_ppo_epochs: Annotated[Count, alias("--num-iterations")] = 1  # passes over each batch. Many: off policy
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     beta: NonNegative = 0.0  # weight of the KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
-    use_bias_correction_kl: bool = True  # multiply the KL by the ratio, for an unbiased gradient (TRL, from 1.13 on)
     mask_truncated_completions: bool = False  # exclude responses without a stop token from the loss (DAPO)
     dynamic_sampling: Natural = 0  # maximum number of extra batches, to replace groups with equal scores (DAPO)
     # --- Rollout ---
@@ -178,15 +177,16 @@ def train(args):
         # 1. Sample, and 2. score
         first_draw = carry["num_draws"]
         rollout = sample_groups(policy, reward_fns, prompts, order, carry, args)
+        read_logprobs(policy, reference, rollout, args)
 
         # 3. Advantage
-        rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # (B, 1)
+        advantages = rollout.scores  # (B,)
+        if args.baseline == "mean":
+            advantages = group_advantages(rollout.scores, G, args.scale_rewards)
+        rollout.advantages = advantages[:, None]  # (B, 1)
         rollout.loss_mask = rollout.mask  # (B, T)
         if args.mask_truncated_completions:
             rollout.loss_mask = rollout.mask & rollout.ended[:, None]
-
-        # Log-probabilities for ratio and KL
-        read_logprobs(policy, reference, rollout, args)
 
         # 4. Loss, and 5. update
         stats = update(policy, optimizer, rollout, args)
@@ -462,11 +462,12 @@ def is_equal(scores, k):
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
 def group_advantages(scores, G, scale):
-    """(B,) each score minus the group's mean, divided by a standard deviation (TRL).
+    """(B,) each score minus the group's mean, divided by a standard deviation (TRL) or by that mean (MaxRL).
 
     A group is G neighbouring rows. With G = 4, scores [1, 0, 0, 0] give
         none   [.75, -.25, -.25, -.25]
         group  [1.5, -.5, -.5, -.5]: divided by .5. Rare successes and rare failures weigh more (see Dr. GRPO)
+        mean   [3, -1, -1, -1]: only rare successes weigh more, as in the gradient of log P(right answer)
     """
     groups = scores.view(-1, G)
     groups = groups - groups[:, :1]  # so that equal scores give exactly 0, in spite of rounding
@@ -475,6 +476,8 @@ def group_advantages(scores, G, scale):
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)  # 1e-4: never 0 (TRL)
     if scale == "batch":
         advantages = advantages / (scores.std() + 1e-4)
+    if scale == "mean":
+        advantages = advantages / (scores.view(-1, G).mean(1, keepdim=True) + 1e-4)
     return advantages.flatten()
 
 
@@ -502,14 +505,12 @@ def clip_bounds(args):
 def surrogate_loss(ratio, logprobs, advantages, args):
     """The clipped loss of each token (B, T), or of each response (B, 1) with sequence-level ratios.
 
-    Its gradient is 0 where the ratio has left the clip range in the direction that the advantage favours; `delta` also
-    limits it in the other one. CISPO keeps every gradient, weighted by the clipped ratio (MiniMax-M1, eq. 4; TRL).
+    Its gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. CISPO keeps
+    every gradient, weighted by the clipped ratio (MiniMax-M1, eq. 4; without a lower bound, as in TRL).
     """
     clipped_ratio = ratio.clamp(*clip_bounds(args))
     if args.loss_type == "cispo":
         return -clipped_ratio.detach() * advantages * logprobs
-    if args.delta is not None:
-        ratio = ratio.clamp(max=args.delta)
     return torch.max(-advantages * ratio, -advantages * clipped_ratio)
 
 
@@ -537,10 +538,9 @@ def k3_estimate(logprobs, ref_logprobs):
 
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 def with_gradient_first(rollout, rows, args):
-    """This process's micro-batches of a mini-batch, and whether each needs a backward pass. Rows of advantage 0 (groups
-    with equal scores) have no gradient, unless the loss has a KL. They come last, with only a forward pass, for the
-    metrics. The first micro-batch always has both, so that each weight has a gradient."""
-    has_gradient = (rollout.advantages[:, 0] != 0) | (args.beta > 0)  # (B,)
+    """This process's micro-batches of a mini-batch, and whether each needs a backward pass. Rows without a gradient come
+    last, with a forward pass for the metrics. The first one always has both, so that each weight has a gradient."""
+    has_gradient = (rollout.advantages[:, 0] != 0) | (args.beta > 0)  # (B,), false where all scores are equal
     parts = rollout.micro_batches(rows, args, has_gradient)
     first_rows = torch.stack([index[0] for index in parts[::WORLD_SIZE]])  # if one has no gradient, no later row has it
     needs_backward = has_gradient[first_rows].tolist()  # the device is read once
@@ -577,8 +577,7 @@ def update(policy, optimizer, rollout, args):
                 kl = torch.zeros_like(logprobs)
                 if args.beta:
                     kl = k3_estimate(logprobs, r.ref_logprobs.where(mask, logprobs))  # 0 outside the loss
-                    if args.use_bias_correction_kl:
-                        kl = kl * ratio  # its gradient is then an unbiased estimate of the gradient of the KL
+                    kl = kl * ratio  # its gradient is then an unbiased estimate of the gradient of the KL (TRL, 1.13)
                 weights = token_weights(mask, num_rows, num_tokens, args)  # (b, T)
                 loss = masked_sum((losses + args.beta * kl) * weights, mask)
                 if needs_backward:
@@ -627,6 +626,8 @@ def rollout_stats(rollout, args):
     if args.beta:
         k1 = (rollout.old_logprobs - rollout.ref_logprobs).masked_fill(~rollout.mask, 0.0)
         stats["objective/kl"] = k1.sum(1).mean()
+    right = next(iter(rollout.reward_table.values())).view(-1, rollout.k) >= 1  # by the first function
+    stats[f"pass@{rollout.k}"] = right.any(1).float().mean()
     for name, rewards in rollout.reward_table.items():
         known = rewards[~rewards.isnan()]
         stats[f"rewards/{name}/mean"] = known.mean()

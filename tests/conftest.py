@@ -124,8 +124,8 @@ def tiny(part_of, uneven):
     return {
         "ppo": updates | dict(dataset=prompts, num_ppo_epochs=2),
         "rloo": updates | dict(dataset=prompts, num_ppo_epochs=2),
-        "grpo": updates | dict(dataset=uneven("prompts", 64), num_generations=4, num_eval_prompts=4),
-        "agent": updates | dict(response_length=24, num_generations=4, num_eval_prompts=4),
+        "grpo": updates | dict(dataset=uneven("prompts", 64), num_generations=4),
+        "agent": updates | dict(response_length=24, num_generations=4),
         "ddpo": images | dict(num_epochs=2, train_gradient_accumulation_steps=1),
         "sft": dict(dataset=part_of("sft", 32), batch_size=8),
         "reward_model": dict(dataset=pairs, batch_size=8),

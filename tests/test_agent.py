@@ -95,13 +95,13 @@ def test_an_update_by_hand(credit, tmp_path):
 
 
 SETTINGS = dict(batch_size=24, num_generations=4, num_ppo_epochs=2, num_mini_batches=2, temperature=1.5, epsilon=0.05)
-SETTINGS |= dict(total_episodes=72, response_length=11, learning_rate=2e-3, model=f"{GUESS}/sft")
+SETTINGS |= dict(total_episodes=48, response_length=11, learning_rate=2e-3, model=f"{GUESS}/sft")
 CASES = [dict(scale_rewards="group", seed=2), dict(scale_rewards="batch", credit="turn")]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_short_form_is_the_script(case, tmp_path, monkeypatch):
-    """In float64, over three updates of four steps: streams token for token, and to 1e-8 all metrics and weights."""
+    """In float64, over two updates of four steps: streams token for token, and to 1e-8 all metrics and weights."""
     settings = SETTINGS | case | write_talk(tmp_path)
     rollouts, weights = [], []
     with float64():

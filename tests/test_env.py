@@ -177,8 +177,6 @@ def test_an_environment_may_spoil_its_row(tokenizer, tmp_path):
 @pytest.mark.slow
 def test_agent_discovers_binary_search(tmp_path):
     """In two thirds of the run of docs/agent.md."""
-    settings = dict(total_episodes=512 * 66, learning_rate=2e-3, dataset_test_split="train", eval_steps=66)
-    first, *_, last = run(agent, tmp_path, **settings)
+    first, *_, last = run(agent, tmp_path, total_episodes=512 * 66, learning_rate=2e-3)
     assert first["turns"] > 4
-    assert last["turns"] < 3.8
-    assert last["eval/turns"] <= 3.5 and last["eval/ended"] == 1
+    assert last["turns"] < 3.8 and last["ended"] > 0.95

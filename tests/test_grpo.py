@@ -1,10 +1,11 @@
-"""grpo.py: whole updates against TRL 1.16's, what changes nothing, groups, evaluation, and the shell game."""
+"""grpo.py: whole updates against TRL 1.16's, what changes nothing, groups, and the shell game."""
 
 import json
 import math
 from dataclasses import fields
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,6 @@ GOLDEN = ROOT / "tests/golden"
 TRL = json.loads((GOLDEN / "trl116_grpo.json").read_text())
 ARRAYS = load_file(GOLDEN / "trl116_grpo.safetensors")
 TOKENIZER = AutoTokenizer.from_pretrained(GOLDEN / "digits")
-LOSSES = ["dapo", "grpo", "dr_grpo", "bnpo", "cispo"]
 
 
 # --- two steps, as TRL makes them
@@ -46,8 +46,6 @@ def golden_args(settings, **more):
     parts = settings.get("steps_per_generation", 1) // settings["gradient_accumulation_steps"] or 1
     given |= dict(
         micro_batch_size=settings["per_device_train_batch_size"],
-        per_device_train_batch_size=None,
-        gradient_accumulation_steps=1,
         num_mini_batches=parts,
         num_ppo_epochs=2 // parts,
         max_grad_norm=1e9,
@@ -68,9 +66,10 @@ def golden_rollout(args):
     rows = [{"prompt": "", "input_ids": ids} for ids in prompts.tolist()]
     drawn = responses, mask, ended, ARRAYS["old_logprobs"]
     rollout = grpo.Rollout(prompts, prompt_mask, *drawn, rows, args.num_generations)
-    functions = {"first": lambda **_: TRL["rewards"][0], "second": lambda **_: TRL["rewards"][1]}
+    table = torch.tensor(np.array(TRL["rewards"], np.float32))  # NaN for None
+    functions = {"first": lambda *_: table[0], "second": lambda *_: table[1]}
     used = dict(list(functions.items())[: len(args.reward_weights) or 1])
-    grpo.score_groups(rollout, None, used, TOKENIZER, args)
+    grpo.score_groups(rollout, used, TOKENIZER, args)
     return rollout
 
 
@@ -78,7 +77,7 @@ def gradient_of(policy):
     return torch.cat([p.grad.flatten() for p in policy.parameters()])
 
 
-@pytest.mark.parametrize("case", TRL["cases"])
+@pytest.mark.parametrize("case", [case for case in TRL["cases"] if case != "bnpo"])
 def test_a_whole_update_is_trls(case, monkeypatch):
     """Advantages, and the loss, gradient, metrics and weights of two steps: on one batch, or on its halves."""
     theirs = TRL["cases"][case]
@@ -144,11 +143,13 @@ def an_update(scores, rows=None, in_loss=True, ref_padding=0.0, old=0.0, **setti
     return *gradients, stats
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+KINDS = [("dapo", "token"), ("grpo", "sequence"), ("dr_grpo", "sequence"), ("cispo", "token")]
+
+
+@pytest.mark.parametrize("loss_type, level", KINDS)
 def test_a_gradient_does_not_change_with_constants_order_padding_and_cuts(loss_type, level):
-    """A constant added to the scores of a group; another order of rows; what the reference says of padding; and how the
-    batch is cut, but for bnpo."""
+    """A constant added to the scores of a group; another order of rows; what the reference says of padding; how the
+    batch is cut; and a micro-batch of which nothing is in the loss."""
     settings = dict(loss_type=loss_type, importance_sampling_level=level, beta=0.1)
     plain, stats = an_update(SCORES, **settings)
     assert plain.norm() > 1e-3
@@ -157,39 +158,26 @@ def test_a_gradient_does_not_change_with_constants_order_padding_and_cuts(loss_t
     close(an_update(SCORES, torch.randperm(12), **settings)[0], plain)
     close(an_update(SCORES, ref_padding=1e3, **settings)[0], plain)
     cut, cut_stats = an_update(SCORES, micro_batch_size=5, **settings)
-    if loss_type == "bnpo":
-        assert (cut - plain).norm() > 1e-3 * plain.norm()
-    else:
-        close(cut, plain)
-        assert stats == pytest.approx(cut_stats, rel=1e-4, abs=1e-6)
+    close(cut, plain)
+    assert stats == pytest.approx(cut_stats, rel=1e-4, abs=1e-6)
+    settings["in_loss"] = torch.arange(12)[:, None] >= 4
+    part, stats = an_update(SCORES, micro_batch_size=4, **settings)
+    assert part.norm() > 1e-3 and all(map(math.isfinite, stats.values()))
+    close(an_update(SCORES, micro_batch_size=12, **settings)[0], part)
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_a_micro_batch_of_which_nothing_is_in_the_loss(loss_type):
-    """It adds nothing: the gradient is a number, and (but for bnpo, which counts it) that of the other rows alone."""
-    in_loss = torch.arange(12)[:, None] >= 4
-    settings = dict(in_loss=in_loss, loss_type=loss_type, beta=0.1)
-    cut, stats = an_update(SCORES, micro_batch_size=4, **settings)
-    assert cut.isfinite().all() and cut.norm() > 1e-3 and all(map(math.isfinite, stats.values()))
-    if loss_type != "bnpo":
-        close(an_update(SCORES, micro_batch_size=12, **settings)[0], cut)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("loss_type", LOSSES)
-@pytest.mark.parametrize("num_unequal", [0, 4])
-def test_equal_scores_need_no_backward_pass(loss_type, num_unequal, beta, monkeypatch):
+@pytest.mark.parametrize("num_unequal, beta", [(0, 0.0), (4, 0.0), (0, 0.1)])
+def test_equal_scores_need_no_backward_pass(num_unequal, beta, monkeypatch):
     """The gradient and the metrics are those of a pass over all rows, also if no group differs. With a KL in the loss,
     every row has a gradient."""
     scores = torch.tensor([7.0] * 8 + [1, 2, 2, 1][:num_unequal] + [7.0] * (4 - num_unequal))
     passes = []
     watch(monkeypatch, torch.Tensor, "backward", lambda *_, **__: passes.append(1))
-    quick, quick_stats = an_update(scores, loss_type=loss_type, micro_batch_size=4, beta=beta)
-    assert len(passes) == (3 if beta > 0 or loss_type == "bnpo" else 1)
-    plain, stats = an_update(scores, loss_type=loss_type, micro_batch_size=12, beta=beta)
-    if loss_type != "bnpo":
-        close(quick, plain)
-        assert stats == pytest.approx(quick_stats, rel=1e-4, abs=1e-6)
+    quick, quick_stats = an_update(scores, micro_batch_size=4, beta=beta)
+    assert len(passes) == (3 if beta else 1)
+    plain, stats = an_update(scores, micro_batch_size=12, beta=beta)
+    close(quick, plain)
+    assert stats == pytest.approx(quick_stats, rel=1e-4, abs=1e-6)
     assert (plain.norm() > 1e-3) == (beta > 0 or num_unequal > 0)
 
 
@@ -200,8 +188,7 @@ def test_shares_are_of_rows_in_the_loss(level):
     in_loss = torch.tensor([True, False, True, True] * 3)[:, None]
     settings = dict(importance_sampling_level=level, loss_type="grpo", old=math.log(2))
     _, stats = an_update(scores, in_loss=in_loss, **settings)
-    assert stats["clip_ratio/low_min"] == stats["clip_ratio/low_mean"] == 1
-    assert stats["clip_ratio/high_max"] == 0
+    assert (stats["clip_ratio/low_mean"], stats["clip_ratio/high_mean"]) == (1, 0)
 
 
 # --- sample_groups
@@ -235,7 +222,7 @@ def draws(monkeypatch):
         carry = {"num_draws": first_draw}
         args = grpo.Args(batch_size=8, num_generations=2, **settings)
         prompts = [{"n": n} for n in range(64)]
-        rollout = grpo.sample_groups(mock.Mock(), None, {"f": None}, prompts, range(64), carry, args)
+        rollout = grpo.sample_groups(mock.Mock(), {"f": None}, prompts, range(64), carry, args)
         assert carry["num_draws"] - first_draw == len(answers) and not list(coming)
         return rollout
 
@@ -264,40 +251,6 @@ def test_dynamic_sampling(draws, answers, most, first_draw, kept):
         assert rows == [[n] * (1 + n // 4 * 4 % 3) for n in prompts]
 
 
-# --- evaluate
-
-
-def test_evaluation_by_hand(monkeypatch):
-    """Four prompts: low temperature is right on 0 and 1; of two answers each, of 0 and 1 both, of 2 one is, and the
-    other has no reward; nothing is said of 3."""
-    args = grpo.Args(num_generations=2)
-
-    def sample_batch(policy, rows, k, answers):
-        assert (k == 1) == (answers.temperature == 0.01)
-        rows = [row for row in rows for _ in range(k)]
-        ids = torch.tensor([row["n"] for row in rows])[:, None]
-        right = ids < 2
-        if k == 2:
-            is_first = (torch.arange(len(ids)) % 2 == 0)[:, None]
-            right = (ids < 2) | (ids == 2) & is_first
-        return grpo.Rollout(ids, ids > -1, ids, ids > -1, right[:, 0], right.float(), rows, k)
-
-    def score_groups(r, *_):
-        is_open = r.prompts[:, 0] == 3
-        if r.k == 2:
-            is_open |= (r.prompts[:, 0] == 2) & (r.old_logprobs[:, 0] == 0)
-        right = r.old_logprobs[:, 0].masked_fill(is_open, math.nan)
-        r.reward_table = {"right": right, "other": r.prompts[:, 0].float()}
-        r.scores = right.nan_to_num() + r.prompts[:, 0]
-
-    monkeypatch.setattr(grpo, "sample_batch", sample_batch)
-    monkeypatch.setattr(grpo, "score_groups", score_groups)
-    stats = grpo.evaluate(mock.Mock(), None, None, [{"n": n} for n in range(4)], args)
-    expected = {"eval/accuracy": 2 / 3, "eval/scores": 0.5 + 1.5, "eval/pass@1": 1.0, "eval/pass@2": 1.0}
-    expected |= {"eval/rewards/right/mean": 2 / 3, "eval/rewards/other/mean": 1.5}
-    assert stats == pytest.approx(expected)
-
-
 # --- the loop
 
 
@@ -309,9 +262,7 @@ def test_tokens_and_draws_are_counted(tmp_path, tiny, monkeypatch):
     drawn, read = [], []
     watch(monkeypatch, grpo, "sample_batch", lambda r, *_: drawn.append([row["prompt"] for row in r.rows[::4]]))
     watch(monkeypatch, grpo, "update", lambda _, policy, optimizer, r, args: read.append(r.joined()[1].sum()))
-    *_, last = run(
-        grpo, tmp_path / "out", **settings | dict(dataset_test_split="none", save_steps=3, save_total_limit=1)
-    )
+    *_, last = run(grpo, tmp_path / "out", **settings, save_steps=3, save_total_limit=1)
     assert len(drawn) == 9 and last["sampled_batches"] == 3
     assert last["num_tokens"] == sum(read)
     main(grpo, "--resume", tmp_path / "out", "--total-episodes", 32)
@@ -322,17 +273,15 @@ def test_tokens_and_draws_are_counted(tmp_path, tiny, monkeypatch):
 # --- learning
 
 
-KINDS = [
-    dict(importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-3),
-    dict(beta=0.01, dynamic_sampling=2),
-]
+GSPO = dict(importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-3)
+CASES = [(1, {}), (2, {}), (1, GSPO), (1, dict(beta=0.01, dynamic_sampling=2))]
 
 
-@pytest.mark.parametrize("seed, settings", slow_but([(1, {})], [(1, {}), (2, {}), *((1, kind) for kind in KINDS)]))
+@pytest.mark.parametrize("seed, settings", slow_but(CASES[:1], CASES))
 def test_grpo_learns(tmp_path, seed, settings):
     """The share of right answers in the last 6 of 40 updates; in the first it is 0.4.
 
     Over three seeds and all kinds it was 0.87 to 0.96; with the advantages' sign turned, 0.25 to 0.28.
     """
-    lines = run(grpo, tmp_path, seed=seed, total_episodes=40 * 64, dataset_test_split="none", **settings)
+    lines = run(grpo, tmp_path, seed=seed, total_episodes=40 * 64, **settings)
     assert sum(line["reward"] for line in lines[-6:]) / 6 > 0.7

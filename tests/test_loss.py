@@ -34,6 +34,7 @@ def test_losses_and_gradients_ignore_padding():
 
 SIDES = ("policy_chosen_logps", "policy_rejected_logps", "reference_chosen_logps", "reference_rejected_logps")
 VARIANTS = json.loads((ROOT / "tests/golden/trl0711_dpo.json").read_text())["outputs"]["variants"]
+VARIANTS = [variant for variant in VARIANTS if not variant.startswith("kto_pair")]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -46,7 +47,7 @@ def test_dpo_gradients_against_trl07(variant):
     beta, smoothing, free = (text.split("=")[1] for text in rest)
     chosen, rejected = (leaf(i[side]) for side in SIDES[:2])
     reference = [i[side] for side in SIDES[2:]]
-    if free == "True" and kind != "kto_pair":  # theirs has no effect on that one; ours refuses it
+    if free == "True":
         reference = [torch.zeros_like(x) for x in reference]
     args = SimpleNamespace(beta=float(beta), loss_type=kind, label_smoothing=float(smoothing))
     losses, chosen_rewards, rejected_rewards = dpo.dpo_loss(chosen, rejected, *reference, args.beta)
@@ -60,10 +61,3 @@ def test_dpo_gradients_against_trl07(variant):
     if free == "False":  # theirs keep the reference in the metrics where the loss leaves it out
         close((chosen_rewards > rejected_rewards).double().mean(), theirs["accuracy"])
         close((chosen_rewards - rejected_rewards).mean(), theirs["margin"])
-
-
-def test_kto_takes_no_kl_below_0():
-    """TRL 0.7.11's numbers have only mean rewards of rejected texts below 0; the KL of both sides is clamped."""
-    args = SimpleNamespace(loss_type="kto_pair")
-    chosen, rejected = torch.tensor([[-1.0, -3.0], [-2.0, -4.0]])
-    close(script("dpo").other_loss(chosen, rejected, args), 1 - (chosen.sigmoid() + (-rejected).sigmoid()) / 2)

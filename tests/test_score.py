@@ -1,13 +1,14 @@
 """Step 2: KL and rewards of responses, each read where it belongs; and what a reward function is given."""
 
 import json
+import math
 import textwrap
 
 import pytest
 import torch
 from families import save_family
 from numbers_of_others import close, golden
-from runs import run, slow_but, write_rows
+from runs import run, script, slow_but, write_rows
 from sources import ROOT, lines_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -136,30 +137,21 @@ def test_what_a_function_is_given(name, is_chat, tmp_path, write):
         assert line["rewards/f/mean"] == pytest.approx(lengths[0])
 
 
-SEVERAL = """
-def even(prompts, **_):
-    return [None if i % 2 else 2.0 for i in range(len(prompts))]
-
-def three(prompts, **_):
-    return [3.0] * len(prompts)
-
-def none(prompts, **_):
-    return [None] * len(prompts)
-"""
-
-
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
-def test_several_functions_add_up_with_their_weights(name, tmp_path, write):
+def test_several_functions_add_up_with_their_weights(name):
     """A None counts as 0; a row of which all functions say None has the mean score of the others."""
-    file = write(SEVERAL, "")
-    for functions, weights, mean in (
-        (("even", "three"), (1.0, 0.5), 2.5),
-        (("even",), (), 2.0),
-        (("even", "three"), (1.0, 0.0), 2.0),
-        (("none",), (), 0.0),
+    module, nan = script(name), math.nan
+    score = module.score_responses if name == "ppo" else module.score_groups
+    ids = torch.arange(4)[:, None]
+    group = [4] if name == "grpo" else []
+    rollout = module.Rollout(ids, ids > -1, ids, ids > -1, ids[:, 0] > -1, ids / 8, [{}] * 4, *group)
+    rewards = {"even": [2.0, nan, 2.0, nan], "three": [3.0] * 4, "none": [nan] * 4}
+    for names, weights, scores in (
+        (["even", "three"], (1.0, 0.5), [3.5, 1.5, 3.5, 1.5]),
+        (["even"], (), [2.0] * 4),
+        (["even", "three"], (1.0, 0.0), [2.0] * 4),
+        (["none"], (), [0.0] * 4),
     ):
-        rewards = [file + function for function in functions]
-        for line in train(name, tmp_path, *rewards, reward_weights=weights, total_episodes=8):
-            assert line["objective/scores" if "objective/scores" in line else "reward"] == pytest.approx(mean)
-            if "even" in functions:
-                assert (line["rewards/even/mean"], line["rewards/even/std"]) == (2, 0)
+        functions = {name: lambda *_, x=rewards[name]: torch.tensor(x) for name in names}
+        score(rollout, functions, None, module.Args(reward_weights=weights, device="cpu"))
+        assert rollout.scores.tolist() == scores
