@@ -538,7 +538,7 @@ def k3_estimate(logprobs, ref_logprobs):
 
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 def with_gradient_first(rollout, rows, args):
-    """This process's micro-batches of a mini-batch, and whether each needs a backward pass. Rows without a gradient come
+    """This process's micro-batches of a mini-batch, and whether each needs a backward pass. Rows without gradient come
     last, with a forward pass for the metrics. The first one always has both, so that each weight has a gradient."""
     has_gradient = (rollout.advantages[:, 0] != 0) | (args.beta > 0)  # (B,), false where all scores are equal
     parts = rollout.micro_batches(rows, args, has_gradient)
