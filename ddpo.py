@@ -671,7 +671,7 @@ def clip_gradient(parameters, max_norm):
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
+    """The output of a run: progress bar, metrics.jsonl, W&B, samples, checkpoints, and at the end model and curves.
     `carry` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
@@ -737,7 +737,7 @@ class Run:
         return self.step % max(1, every) == 0 or self.step == self.num_steps
 
     def show(self, columns, tensors):
-        """Prints a row of each text, and saves the tensors that belong to them in samples/, for tools/xray.py."""
+        """Prints rows of texts, and saves the tensors that belong to them in samples/, for tools/xray.py."""
         if RANK:
             return
         rows = ["".join(f"{name}: {text}\n" for name, text in zip(columns, row)) for row in zip(*columns.values())]

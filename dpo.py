@@ -134,7 +134,7 @@ class Args:
     save_steps: Count = 100  # steps between checkpoints, which hold the full state of the run
     save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
     eval_steps: Count = 100  # steps between evaluations; the last step is always followed by one
-    num_sample_generations: Natural = 3  # number of tables of sampled answers to print
+    num_sample_generations: Natural = 3  # how often to print sampled answers
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
 
 
@@ -317,7 +317,7 @@ def evaluate(policy, pairs, ref_logps, args):
 
 @torch.no_grad()
 def show_samples(run, policy, reference, pairs, args):
-    """Prints a table of prompts with answers of policy and reference. Saves the log-probabilities of the policy's
+    """Prints prompts with answers of policy and reference. Saves the log-probabilities of the policy's
     answers under both, for tools/xray.py."""
     decode = policy.tokenizer.batch_decode
     prompts = [pair.prompt for pair in pairs]
@@ -683,7 +683,7 @@ def clip_gradient(parameters, max_norm):
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
+    """The output of a run: progress bar, metrics.jsonl, W&B, samples, checkpoints, and at the end model and curves.
     `carry` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
@@ -749,7 +749,7 @@ class Run:
         return self.step % max(1, every) == 0 or self.step == self.num_steps
 
     def show(self, columns, tensors):
-        """Prints a row of each text, and saves the tensors that belong to them in samples/, for tools/xray.py."""
+        """Prints rows of texts, and saves the tensors that belong to them in samples/, for tools/xray.py."""
         if RANK:
             return
         rows = ["".join(f"{name}: {text}\n" for name, text in zip(columns, row)) for row in zip(*columns.values())]

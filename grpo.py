@@ -148,7 +148,7 @@ class Args:
     device: Name = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
     save_steps: Count = 50  # updates between checkpoints, which hold the full state of the run
     save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
-    num_sample_generations: Natural = 10  # number of tables of responses to print, plus one after update 1 (TRL)
+    num_sample_generations: Natural = 10  # how often to print four episodes, besides after update 1 (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
 
 
@@ -636,7 +636,7 @@ def rollout_stats(rollout, args):
 
 
 def show_samples(run, rollout, tokenizer):
-    """Prints four episodes as a table, and saves their tensors for tools/xray.py."""
+    """Prints four episodes, and saves their tensors for tools/xray.py."""
     r = rollout.select(torch.arange(min(4, len(rollout.mask)), device=rollout.mask.device))
     prompts = [tokenizer.decode(ids[real]) for ids, real in zip(r.prompts, r.prompt_mask)]
     responses = [tokenizer.decode(ids[real]) for ids, real in zip(r.responses, r.mask)]
@@ -983,7 +983,7 @@ def clip_gradient(parameters, max_norm):
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
+    """The output of a run: progress bar, metrics.jsonl, W&B, samples, checkpoints, and at the end model and curves.
     `carry` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
@@ -1049,7 +1049,7 @@ class Run:
         return self.step % max(1, every) == 0 or self.step == self.num_steps
 
     def show(self, columns, tensors):
-        """Prints a row of each text, and saves the tensors that belong to them in samples/, for tools/xray.py."""
+        """Prints rows of texts, and saves the tensors that belong to them in samples/, for tools/xray.py."""
         if RANK:
             return
         rows = ["".join(f"{name}: {text}\n" for name, text in zip(columns, row)) for row in zip(*columns.values())]

@@ -121,7 +121,7 @@ class Args:
     save_steps: Count = 100  # steps between checkpoints, which hold the full state of the run
     save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
     eval_steps: Count = 100  # steps between evaluations; the last step is always followed by one
-    num_sample_generations: Natural = 2  # number of tables of pairs with their rewards to print
+    num_sample_generations: Natural = 2  # how often to print pairs with their rewards
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
 
 
@@ -286,7 +286,7 @@ def evaluate(model, pairs, args):
 
 
 def show_samples(run, model, pairs, args):
-    """Prints a table of pairs with their rewards."""
+    """Prints pairs with their rewards."""
     rewards = all_rewards(model, pairs, args)  # (N, 2)
     columns = {}
     for name in ("prompt", "chosen", "rejected"):
@@ -623,7 +623,7 @@ def clip_gradient(parameters, max_norm):
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
+    """The output of a run: progress bar, metrics.jsonl, W&B, samples, checkpoints, and at the end model and curves.
     `carry` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
@@ -689,7 +689,7 @@ class Run:
         return self.step % max(1, every) == 0 or self.step == self.num_steps
 
     def show(self, columns, tensors):
-        """Prints a row of each text, and saves the tensors that belong to them in samples/, for tools/xray.py."""
+        """Prints rows of texts, and saves the tensors that belong to them in samples/, for tools/xray.py."""
         if RANK:
             return
         rows = ["".join(f"{name}: {text}\n" for name, text in zip(columns, row)) for row in zip(*columns.values())]
