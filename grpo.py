@@ -40,7 +40,7 @@ Papers: GRPO 2402.03300 (eq. 3, 19); Dr. GRPO 2503.20783; DAPO 2503.14476; GSPO 
 """
 
 import ctypes
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -1122,9 +1122,9 @@ def describe(folder, args):
     import pandas
 
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    curves = lines.filter(regex=CURVES).astype(float)
+    curves = lines.filter(regex=CURVES).astype(float).rename(index=lambda i: i + 1)  # steps count from 1
     axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-", xlabel="step")
-    axes.flat[0].figure.savefig(folder / "curves.png", dpi=120)
+    axes.flat[0].figure.savefig(folder / "curves.png", bbox_inches="tight")
     settings = (folder / "args.json").read_text()
     card = f"---\ntags: [{Path(__file__).stem}]\n---\nTrained from {args.model or 'scratch'} on {args.dataset}.\n"
     card += f"## Settings\n```\n{settings}\n```\n## Last metrics\n```\n{lines.ffill().iloc[-1].to_string()}\n```\n"

@@ -1,21 +1,38 @@
-"""What test_processes.py starts with torchrun: on_many_processes.py JOBS.json, where a job is a script and the words of
-its command line. All jobs run in one group of processes, one after the other, as a group takes seconds to start.
-"""
+"""Runs on two processes, as torchrun starts them: forked from a process that has imported all that they need."""
 
-import json
+import importlib
 import os
-import sys
+import socket
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from runs import fork, main, script
 
-from runs import main  # noqa: E402 (it imports what stands in the folder above)
 
-if __name__ == "__main__":
-    if os.environ["RANK"] != "0":
-        sys.stdout = open(os.devnull, "w")  # as in the scripts
-    for name, words in json.loads(Path(sys.argv[1]).read_text()):
-        if "--zero-stage" not in words:  # nothing keeps these processes together: one may be late
-            time.sleep(0.5 * int(os.environ["RANK"]))
+def work(rank, port, jobs, output):
+    """All jobs, one after the other. A job is a script and the words of its command line."""
+    place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=port)
+    os.environ |= {name: str(value) for name, value in place.items()}
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    for name, words in jobs:
+        importlib.reload(script(name))  # it reads these variables when it is imported
+        time.sleep(0.2 * rank)  # nothing keeps the processes together: one may be late
         main(name, *words)
+
+
+def start(jobs, folder):
+    """Starts them; what they print comes into the folder."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    return [fork(work, rank, port, jobs, folder / f"said-{rank}") for rank in range(2)]
+
+
+def wait(processes, folder):
+    """Until they have ended. If one fails, the other ends, too."""
+    while any(process.is_alive() for process in processes):
+        if any(process.exitcode for process in processes):
+            [process.kill() for process in processes]
+        time.sleep(0.05)
+    assert not any(process.exitcode for process in processes), [x.read_text()[-3000:] for x in folder.glob("said-*")]

@@ -124,13 +124,17 @@ def words_of(**settings):
     return words
 
 
-def in_background(name, *words):
-    """Starts a run in a process of its own, forked from one that has imported all that it needs."""
+def fork(function, *args):
+    """Starts a function in a process of its own, forked from one that has imported all that it needs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name])
-    process = context.Process(target=quiet_main, args=(name, *map(str, words)))
+    context.set_forkserver_preload(["ppo"])
+    process = context.Process(target=function, args=args)
     process.start()
     return process
+
+
+def in_background(name, *words):
+    return fork(quiet_main, name, *map(str, words))
 
 
 def quiet_main(name, *words):
