@@ -99,20 +99,15 @@ def alias(*flags):
 @pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- RLOO ---
-
-    # responses to each prompt. More: a better baseline (TRL: 2)
-    rloo_k: Annotated[int, Field(ge=2), alias("--num-generations")] = 2
-    # passes over each batch. More: faster learning, until most ratios are clipped (TRL 0.16: 4)
-    num_ppo_epochs: Annotated[Count, alias("--ppo-epochs", "--num-iterations")] = 4
+    rloo_k: Annotated[int, Field(ge=2), alias("--num-generations")] = 2  # responses to each prompt (TRL: 2)
+    num_ppo_epochs: Annotated[Count, alias("--ppo-epochs", "--num-iterations")] = 4  # passes over each batch (TRL: 4)
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
-    # eps of the clipped ratio (PPO, eq. 7); a response's ratio varies more than a token's
-    cliprange: Annotated[Positive, alias("--epsilon")] = 0.2
+    cliprange: Annotated[Positive, alias("--epsilon")] = 0.2  # eps of the clipped ratio (PPO, eq. 7)
     token_level_kl: bool = False  # each token is an action, with its own and later KL in its advantage (REINFORCE++)
     normalize_reward: bool = False  # shift and scale scores to mean 0, variance 1, before the KL (TRL, REINFORCE++)
     reward_clip_range: Positive = 10.0  # normalised scores are clipped to +- this (TRL, REINFORCE++)
     normalize_advantage: bool = False  # shift and scale advantages to mean 0, variance 1 (TRL, REINFORCE++)
-    # weight of the KL in the reward (TRL 0.16). Too low: the policy exploits the reward; too high: it hardly moves
-    kl_coef: Annotated[NonNegative, alias("--beta")] = 0.05
+    kl_coef: Annotated[NonNegative, alias("--beta")] = 0.05  # weight of the KL in the reward (TRL 0.16)
     # --- Rollout ---
     response_length: Annotated[Count, alias("--max-completion-length")] = 53  # maximum tokens in a response (TRL 0.16)
     temperature: Positive = 0.7  # divides the logits in rollout, reference and loss (TRL 0.16). Lower: less exploration
