@@ -8,9 +8,10 @@ functions. It writes a line per update to OUTPUT/metrics.jsonl, with our names; 
 checkpoints instead, which our own evaluation reads.
 
 Some differences between the libraries remain. Each side has its own random numbers, and with them its own order of the
-data. Our CPU seconds include our evaluations; TRL has none. TRL 0.16.1 never clips the gradient, and its RLOO does not
-end a generation at EOS. Its score, EOS share and gold score are recorded where it calls its reward model; its KL is the
-one that it logs. TRL has no KL for DDPO; it is computed here, and its time does not count.
+data. Of SFT, reward model and DPO, our CPU seconds include our evaluations; TRL has none. TRL 0.16.1 never clips the
+gradient, and its RLOO does not end a generation at EOS. Its score, EOS share and gold score are recorded where it calls
+its reward model; its KL is the one that it logs. TRL has no KL for DDPO; it is computed here, and its time does not
+count.
 
 throughput.py calls the functions of TRAIN. `spec` has the folders of models and prompts; `recorder` wraps some of TRL's
 functions to record when an update begins and how many tokens were sampled.
@@ -27,7 +28,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -44,8 +44,6 @@ class Version(NamedTuple):
     venv: str
     pins: str
     algorithms: tuple[str, ...]
-    ours: str = ""  # flags with which our scripts compute the same
-    temperature: float | None = None  # if it supports only one
 
 
 VENVS = Path("/tmp")  # where the environments are
@@ -54,14 +52,6 @@ VERSIONS = {
         "trl016",
         "trl==0.16.1 transformers==4.51.3 torch==2.13.0 accelerate==1.6.0 datasets==3.5.0 numpy==2.2.6",
         ("ppo", "rloo"),
-    ),
-    "0.7.11": Version(  # newer versions of pyarrow need a NumPy that this transformers does not support
-        "trl07",
-        "trl==0.7.11 transformers==4.38.2 torch==2.13.0 accelerate==0.27.2 datasets==2.18.0 numpy==1.26.4 "
-        "pyarrow==17.0.0",
-        ("ppo",),
-        ours="--critic shared",
-        temperature=1.0,
     ),
     "1.16": Version(
         "trl116",
@@ -210,47 +200,6 @@ def train_016(spec: dict, s, recorder) -> None:
     trainer.train()
 
 
-def train_07(spec: dict, s, recorder) -> None:
-    """TRL 0.7.11: PPOTrainer with a value head on the policy, with the loop of its quickstart."""
-    import numpy as np
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-    from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
-
-    tokenizer, policy, reward_model = load_models(spec)
-    policy = AutoModelForCausalLMWithValueHead.from_pretrained(policy, summary_dropout_prob=0.0)
-    config = PPOConfig(
-        batch_size=s.batch,
-        mini_batch_size=s.batch // s.micro_batches,
-        gradient_accumulation_steps=s.micro_batches,
-        ppo_epochs=s.epochs,
-        learning_rate=s.learning_rate,
-        adap_kl_ctrl=False,
-        init_kl_coef=s.kl_coef,
-        accelerator_kwargs={"mixed_precision": "no", "cpu": not torch.cuda.is_available()},
-    )
-    trainer = PPOTrainer(
-        config,
-        policy,
-        tokenizer=tokenizer,
-        dataset=tokenized_prompts(spec, tokenizer),
-        data_collator=lambda rows: [torch.as_tensor(row["input_ids"]) for row in rows],
-    )
-    reward_model.to(trainer.accelerator.device).eval()
-    pad = partial(pad_sequence, batch_first=True, padding_value=tokenizer.pad_token_id)
-    recorder.watch(trainer, "generate", lambda result, *_: tokens_in(pad(result), tokenizer))
-    recorder.watch(np.random, "permutation")
-    sampling = {"do_sample": True, "top_k": 0.0, "top_p": 1.0, "min_length": -1, "max_new_tokens": s.response_length}
-    sampling |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    for _ in range(s.updates + 1):
-        queries = [query.to(trainer.accelerator.device) for query in next(iter(trainer.dataloader))]
-        responses = trainer.generate(queries, batch_size=s.rollout_batch, return_prompt=False, **sampling)
-        with torch.no_grad():
-            ids = pad([torch.cat(text) for text in zip(queries, responses)])
-            scores = reward_model(ids, attention_mask=(ids != tokenizer.pad_token_id).long()).logits[:, 0]
-        trainer.step(queries, responses, list(scores))
-
-
 def train_116(spec: dict, s, recorder) -> None:
     """TRL 1.16: RLOOTrainer or GRPOTrainer; `num_iterations` is the number of epochs."""
     import torch
@@ -295,7 +244,7 @@ def train_116(spec: dict, s, recorder) -> None:
     trainer.train()
 
 
-TRAIN = {"0.16.1": train_016, "0.7.11": train_07, "1.16": train_116}
+TRAIN = {"0.16.1": train_016, "1.16": train_116}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

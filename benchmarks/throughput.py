@@ -4,7 +4,6 @@
     python benchmarks/throughput.py                                   # all settings; an hour on two CPU cores
     python benchmarks/throughput.py --baseline HEAD                   # the effect of changes in the working tree
     python benchmarks/throughput.py --baseline . --ours=--bf16        # the effect of a flag
-    python benchmarks/throughput.py --settings tiny vocab --algorithms ppo --against 0.16.1 0.7.11
     python benchmarks/throughput.py --settings tiny small --algorithms grpo --against 1.16
     python benchmarks/throughput.py --settings vocab --keep-memory    # also TRL with our scripts' settings of glibc
 
@@ -26,13 +25,11 @@ The sides differ in this:
   - TRL 0.16.1 accepts max_grad_norm and never clips; ours and TRL 1.16 clip. Each library chooses its own optimiser.
   - Ours removes ended rows from the rollout. TRL does not, and TRL 0.16.1's RLOO samples all responses to full length.
   - Ours chooses the rows of a micro-batch, which changes numbers only by the rounding of float32.
-  - TRL 0.7.11 has a value head on the policy, so ours runs with `--critic shared`. Both use temperature 1, because
-    TRL's log-probabilities ignore the temperature.
   - TRL 1.16 has no PPO, and is the only version compared for GRPO, with KL in the loss. Its defaults bfloat16 and
     gradient checkpointing are turned off, so that both sides do the same work.
 
-`update` in the JSON file is the time of the gradient steps alone: for ours from metrics.jsonl, for TRL from the start
-of the epochs to the last optimiser step.
+`update` in the JSON file is the time of the gradient steps alone, from the start of the epochs (of `update` in our
+scripts) to the last optimiser step.
 
 TRL runs in its own virtual environments, which are created in /tmp when first needed; each takes a minute and 1.5 GB.
 Measure on an idle machine: if one of two threads has to wait for a core, an update can take ten times as long. `cores`
@@ -199,13 +196,20 @@ class Recorder:
 
 
 def train_ours(spec: dict, setting: Setting, recorder: Recorder) -> None:
-    """train(Args(...)) of one of our scripts. Reads updates and rollouts from metrics.jsonl."""
+    """train(Args(...)) of one of our scripts. Reads the sizes of the rollouts from metrics.jsonl."""
     import tyro
 
     script = importlib.import_module(spec["algorithm"])
+    update = script.update
+
+    def watched(*args):
+        """Notes when the gradient steps begin."""
+        recorder.began = recorder.now()
+        return update(*args)
+
+    script.update = watched
     script.train(tyro.cli(script.Args, args=spec["flags"]))
     lines = [json.loads(line) for line in Path(spec["output"], "run/metrics.jsonl").read_text().splitlines()]
-    recorder.updates = [line["time/update"] for line in lines]
     rows = [b - a for a, b in itertools.pairwise([0, *(line["episode"] for line in lines)])]
     length = "completions/mean_length" if spec["algorithm"] == "grpo" else "val/response_length"
     recorder.rollouts = [(n, round(n * line[length])) for n, line in zip(rows, lines)]
@@ -291,15 +295,16 @@ def ours_flags(setting: Setting, algorithm: str, models: Path, output: Path) -> 
     own = {
         "ppo": f"--kl-coef {s.kl_coef}",
         "rloo": f"--kl-coef {s.kl_coef} --rloo-k {s.rloo_k}",
-        "grpo": f"--beta {s.kl_coef} --num-generations {s.rloo_k} --reward-fn reward_model",
+        "grpo": f"--beta {s.kl_coef} --num-generations {s.rloo_k} --reward-fn {ROOT}/rewards/model.py:score",
     }[algorithm]
+    if algorithm != "grpo":
+        own += f" --reward-model {models}/reward --local-rollout-forward-batch-size {s.rollout_batch}"
     return (
-        f"--model {models}/policy --reward-model {models}/reward --dataset {models}/prompts-{algorithm}.jsonl "
+        f"--model {models}/policy --dataset {models}/prompts-{algorithm}.jsonl "
         f"--max-prompt-length {max(512, s.prompt_lengths[1])} --response-length {s.response_length} "
-        f"--temperature {s.temperature} --stop-token {'eos' if s.toy else 'none'} --batch-size {s.batch} "
+        f"--temperature {s.temperature} --stop-token {'eos' if s.toy else ''} --batch-size {s.batch} "
         f"--num-mini-batches 1 --num-ppo-epochs {s.epochs} --total-episodes {s.batch * (s.updates + 1)} "
-        f"--local-rollout-forward-batch-size {s.rollout_batch} --learning-rate {s.learning_rate} "
-        f"--output-dir {output} --num-sample-generations 0 --save-steps 1000 {own}"
+        f"--learning-rate {s.learning_rate} --output-dir {output} --num-sample-generations 0 --save-steps 1000 {own}"
     ).split()
 
 
@@ -308,6 +313,7 @@ def start(spec: dict, python: str, variables: tuple[str, ...] = ()) -> None:
     file, output = Path(spec["output"], "spec.json"), Path(spec["output"], "output.txt")
     file.write_text(json.dumps(spec, default=str))
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"REWARD_MODEL": str(spec.get("reward", ""))}  # which rewards/model.py reads
     environment |= dict(variable.split("=") for variable in variables)
     with output.open("w") as out:
         done = subprocess.run([python, __file__, "--work", file], stdout=out, stderr=out, env=environment, check=False)
@@ -335,10 +341,6 @@ def run(side: Side, setting: Setting, algorithm: str, models: Path) -> dict:
 
 def compare(name: str, setting: Setting, algorithm: str, ours: Side, other: Side, folder: Path, args) -> dict:
     """Runs the sides in turn; returns measurements, medians, and the ratios of ours to the other and to `kept`."""
-    if other.kind in VERSIONS:
-        trl = VERSIONS[other.kind]
-        setting = replace(setting, temperature=trl.temperature or setting.temperature)
-        ours = replace(ours, flags=f"{trl.ours} {ours.flags}".strip())
     models, sides, pairs = folder / name, {"ours": ours, "other": other}, []
     if args.keep_memory:
         sides["kept"] = replace(other, name=f"{other.name}, freed memory kept", variables=KEEP_MEMORY)

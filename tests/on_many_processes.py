@@ -5,16 +5,14 @@ import os
 import socket
 import time
 
-from runs import fork, main, script
+from runs import draw_nothing, fork, main, script
 
 
-def work(rank, port, jobs, output):
+def work(rank, port, jobs):
     """All jobs, one after the other. A job is a script and the words of its command line."""
     place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=port)
     os.environ |= {name: str(value) for name, value in place.items()}
-    with open(output, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    draw_nothing()
     for name, words in jobs:
         importlib.reload(script(name))  # it reads these variables when it is imported
         time.sleep(0.2 * rank)  # nothing keeps the processes together: one may be late
@@ -26,7 +24,7 @@ def start(jobs, folder):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    return [fork(work, rank, port, jobs, folder / f"said-{rank}") for rank in range(2)]
+    return [fork(folder / f"said-{rank}", work, rank, port, jobs) for rank in range(2)]
 
 
 def wait(processes, folder):

@@ -5,24 +5,20 @@ a program for a CPU goes wrong:
 Built on PyTorch's Python backends (torch.utils.backend_registration, experimental). Nothing is asynchronous, and the
 kernels are the CPU's: times and rounding say nothing of a GPU's.
 
-test_device.py starts it in a process of its own, as PyTorch never forgets such a device: pretend_device.py JOBS.json
-trains on it.
+test_device.py calls `train` in a process of its own, as PyTorch never forgets such a device.
 """
 
-import json
-import sys
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
+from runs import draw_nothing, run
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 NAME = "pretend"
 HERE = torch.device("privateuseone", 0)  # which it is called until the name is registered
-ROOT = str(Path(__file__).resolve().parent.parent)
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
@@ -138,10 +134,9 @@ def make(operator, *args, **kwargs):
     return execute(operator, args, kwargs | {"device": HERE})
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, ROOT)
-    from runs import run  # the scripts, too, are imported before there is such a device
-
+def train(jobs):
+    """Runs of scripts, each with its settings and folder."""
+    draw_nothing()
     _setup_privateuseone_for_python_backend(NAME, Module())
     torch.__future__.set_swap_module_params_on_conversion(True)  # a module's tied weights stay tied when it is moved
     torch.accelerator.synchronize = lambda *_: None
@@ -152,5 +147,5 @@ if __name__ == "__main__":
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     library.impl("_copy_from", copy_from, "PrivateUse1")
-    for script, settings, output in json.loads(Path(sys.argv[1]).read_text()):
+    for script, settings, output in jobs:
         run(script, output, device=NAME, **settings)

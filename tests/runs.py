@@ -124,24 +124,21 @@ def words_of(**settings):
     return words
 
 
-def fork(function, *args):
-    """Starts a function in a process of its own, forked from one that has imported all that it needs."""
+def fork(said, function, *args):
+    """Starts a function in a process of its own, forked from one that has imported all that it needs. What it prints
+    goes to the file `said`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ppo"])
-    process = context.Process(target=function, args=args)
+    context.set_forkserver_preload(["ppo", "datasets", "pandas"])
+    process = context.Process(target=call, args=(said, function, *args))
     process.start()
     return process
 
 
-def in_background(name, *words):
-    return fork(quiet_main, name, *map(str, words))
-
-
-def quiet_main(name, *words):
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    main(name, *words)
+def call(said, function, *args):
+    with open(said, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    function(*args)
 
 
 def lines_of(output):

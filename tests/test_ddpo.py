@@ -19,8 +19,8 @@ from torch.distributions import Normal, kl_divergence
 
 import ddpo
 
-TINY = dict(sample_num_steps=3, sample_batch_size=8, sample_num_batches_per_epoch=2, num_epochs=2)
-TINY |= dict(train_batch_size=8, train_gradient_accumulation_steps=1)
+TINY = dict(sample_num_steps=3, sample_batch_size=4, sample_num_batches_per_epoch=2, num_epochs=2)
+TINY |= dict(train_batch_size=4, train_gradient_accumulation_steps=1)
 
 # --- A denoising step -------------------------------------------------------------------------------------------------
 
@@ -35,9 +35,9 @@ SCHEDULES = [
 
 @pytest.mark.parametrize("config", SCHEDULES)
 @pytest.mark.parametrize("kind", ["epsilon", "sample", "v_prediction"])
-@pytest.mark.parametrize("eta", [0.6])
-def test_a_step_is_that_of_diffusers(eta, kind, config):
+def test_a_step_is_that_of_diffusers(kind, config):
     """At every time of a schedule; where this ends is the schedule's own choice, which TRL does not read."""
+    eta = 0.6
     x, prediction = random(2, 7, 1, 4, 4)
     usual = {"beta_schedule": "scaled_linear", "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
     scheduler = DDIMScheduler(prediction_type=kind, **usual | config)
@@ -164,7 +164,7 @@ def test_a_last_step_without_noise_is_left_out(tmp_path, monkeypatch):
     model = other_schedule(tmp_path / "sd", set_alpha_to_one=True)
     lines = run(ddpo, tmp_path / "run", model=str(model), kl_coef=0.1, **TINY)
     first, second, _ = toy_chain(model, sample_num_steps=3)[0].timesteps.tolist()
-    assert Counter(times) == {first: 32, second: 32}
+    assert Counter(times) == {first: 16, second: 16}
     assert all(math.isfinite(x) for line in lines for x in line.values())
     assert lines[1]["objective/kl"] > 0
 
@@ -256,13 +256,12 @@ def test_stable_diffusion_in_small(tmp_path):
 
 
 def test_an_adapter_alone_is_trained_and_saved(tmp_path):
-    """And in checkpoints. lora/ holds it as diffusers reads it, and the pipeline its sum with the
-    first weights."""
+    """And in checkpoints. lora/ holds it as diffusers reads it, and the pipeline its sum with the first weights."""
     settings = dict(lora_r=2, train_learning_rate=1e-2, save_steps=2, save_total_limit=1)
     lines = run(ddpo, tmp_path, **TINY | settings)
     assert lines[0]["objective/kl"] == 0 < lines[1]["objective/kl"]
-    (file,) = tmp_path.glob("checkpoints/*/*.safetensors")
-    assert all("lora" in name for name in load_file(file))  # with what the optimiser keeps of them, and no more
+    (file,) = tmp_path.glob("checkpoints/*.pt")
+    assert all("lora" in name for name in torch.load(file)["weights"])
 
     after = load_file(tmp_path / UNET)
     before = load_file(TOY / UNET)

@@ -15,9 +15,6 @@ import reward_model
 
 # --- reading pairs
 
-BOTH = pytest.mark.parametrize("module", [dpo, reward_model], ids=lambda module: module.__name__)
-
-
 def load(module, file, tokenizer, **settings):
     """The pairs of a file, as a model with this tokenizer reads them."""
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=512))
@@ -51,7 +48,7 @@ def test_cut_to_fit(mode, prompt):
 TEXTS = dict(prompt="The film", chosen=" is good.", rejected=" is bad.")
 
 
-@BOTH
+@pytest.mark.parametrize("module", [dpo, reward_model], ids=lambda module: module.__name__)
 def test_pairs_that_are_cut_are_counted(module, tokenizer, tmp_path, capsys):
     """The second has equal answers within the limit."""
     long = dict(prompt="The film", chosen=" is" * 20 + " good.", rejected=" is" * 20 + " bad.")
@@ -112,16 +109,15 @@ def test_evaluation_by_hand(more, tmp_path):
 
 @pytest.mark.parametrize("seed", slow_but([1], [1, 2]))
 def test_dpo_learns(seed, tmp_path, clear_pairs):
-    """After 48 steps three seeds had a margin of 0.47 to 0.56 on unseen pairs."""
-    lines = run(dpo, tmp_path / "run", seed=seed, dataset=clear_pairs, batch_size=8, learning_rate=5e-4)
-    assert lines[-1]["eval/rewards/margins"] > 0.2
+    """After 24 steps three seeds had a margin of 0.74 to 0.86 on unseen pairs."""
+    settings = dict(batch_size=8, learning_rate=1e-3, num_train_epochs=0.5)
+    assert run(dpo, tmp_path / "run", seed=seed, dataset=clear_pairs, **settings)[-1]["eval/rewards/margins"] > 0.3
 
 
-@BOTH
-def test_batches_of_similar_length_in_random_order(module):
+def test_batches_of_similar_length_in_random_order():
     """Each pass has all pairs, in an order of its own; neither rows nor batches come by length."""
     pairs = [range(n) for n in torch.randperm(200).tolist()]
-    batches, n = module.length_grouped_batches(pairs, module.Args(batch_size=8, num_train_epochs=1.5))
+    batches, n = dpo.length_grouped_batches(pairs, dpo.Args(batch_size=8, num_train_epochs=1.5))
     assert n == 25 and len(batches) == 50
     for part in (batches[:25], batches[25:]):
         assert sorted(sum(part, [])) == list(range(200))

@@ -129,7 +129,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 
 WRONG = {
-    "no prompts of --split test": dict(split="test"),
+    "no prompts": dict(split="test"),
     "toy/guess/sft has another tokenizer than toy/sft": dict(reference="toy/guess/sft"),
     r"row 1 of d.jsonl.* \(recipes/data.py converts other forms\)": dict(dataset="d.jsonl"),
 }

@@ -31,6 +31,8 @@ NAMES = [name.removeprefix("test_") for name in vars(graders) if name.startswith
 
 def solution(name):
     script = SOLVED_IN.get(name, ppo)
+    if name == "masked_mean":
+        return lambda x, mask: x[mask].mean()
     if name == "response_logprobs":
         return lambda logits, tokens, P, T: ppo.token_logprobs(logits[:, P - 1 : -1] / T, tokens[:, P:])
     return getattr(script, name)

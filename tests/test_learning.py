@@ -15,9 +15,7 @@ def test_ppo_learns(tmp_path, seed):
     """
     sizes = dict(batch_size=32, total_episodes=32 * 4, response_length=16, learning_rate=1e-3)
     rewards = dict(reward_fn=("reward_model", GOLD), reward_weights=(1.0, 0.0))
-    lines = run(
-        "ppo", tmp_path / "run", seed=seed, dataset_test_split=None, missing_eos_penalty=0.0, **sizes, **rewards
-    )
+    lines = run("ppo", tmp_path / "run", seed=seed, missing_eos_penalty=0.0, **sizes, **rewards)
     assert sum(line["objective/scores"] for line in lines[-2:]) / 2 > 0.5
     assert sum(line["rewards/gold_score/mean"] for line in lines[-2:]) / 2 > 0.6
 
@@ -54,7 +52,7 @@ def test_rloo_learns(tmp_path, seed, settings):
 
     Over three seeds it was 1.1 to 1.5; with the advantages' sign turned, -0.7 at best.
     """
-    sizes = dict(batch_size=64, total_episodes=4 * 64, response_length=16, dataset_test_split="none")
+    sizes = dict(batch_size=64, total_episodes=4 * 64, response_length=16)
     lines = run("rloo", tmp_path, seed=seed, learning_rate=3e-3, kl_coef=0.1, **sizes, **settings)
     scores = [line["objective/scores"] for line in lines]
     assert sum(scores[-2:]) / 2 - scores[0] > 0.3

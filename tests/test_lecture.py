@@ -44,10 +44,10 @@ OF_A_SEED = {  # instead, and besides
     ("grpo", 2): dict(scale_rewards="mean", loss_type="dr_grpo", response_length=36),  # some batches end before
     ("grpo", 3): dict(baseline="none", loss_type="dapo", beta=0.0),
 }
-ROLLOUTS = dict(dataset_test_split="none", micro_batch_size=3, num_sample_generations=0)
+ROLLOUTS = dict(micro_batch_size=3, num_sample_generations=0)
 ON_TEXTS = ["sft", "reward_model", "dpo"]  # those that draw no responses
 FULL = {  # what a short form does not have
-    "ppo": ROLLOUTS | dict(ratio_threshold=1e9),
+    "ppo": ROLLOUTS,
     "rloo": ROLLOUTS,
     "grpo": ROLLOUTS,
     "sft": dict(num_sample_generations=0),

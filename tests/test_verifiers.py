@@ -4,13 +4,15 @@ import importlib
 import json
 import re
 from io import BytesIO
+from types import SimpleNamespace
 
 import pytest
 import torch
+from by_hand import toy_rows
 from PIL import Image
 from runs import run
-from sources import load, text_of
-from transformers import AutoModelForSequenceClassification, BertTokenizer, DistilBertConfig
+from sources import ROOT, load, text_of
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizer, DistilBertConfig
 
 import ppo
 from rewards import jpeg, python_code, verifiers
@@ -221,6 +223,37 @@ def test_the_score_is_the_logit_of_the_label(model, tmp_path):
         expected.append(logits[0, LABELS.index("POSITIVE")].item())
     assert scores == pytest.approx(expected, abs=1e-5)
     assert len(set(scores)) == 3
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_reward_model_as_a_function(is_chat, tmp_path, monkeypatch):
+    """The rewards of answers that end are those that ppo.py reads itself."""
+    judge = AutoModelForSequenceClassification.from_pretrained(ROOT / "toy/reward_model")
+    judge.config.reward_bias = 0.7
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    for part in (judge, tokenizer):
+        part.save_pretrained(tmp_path)
+    rows, answers = [], []
+    for row in toy_rows("preferences", "validation", 5):
+        prompt = [{"role": "user", "content": row["prompt"]}] if is_chat else row["prompt"]
+        texts = [prompt, row["chosen"]]
+        if is_chat:
+            texts = [ppo.render(prompt, {}, tokenizer), row["chosen"].strip()]
+        ids, answer = ppo.encode([texts[0], texts[1] + tokenizer.eos_token], tokenizer)
+        rows.append({"prompt": prompt, "input_ids": ids})
+        answers.append(answer)
+    monkeypatch.setenv("REWARD_MODEL", str(tmp_path))
+    names = ("reward_model", "rewards/model.py:score")
+    args = ppo.Args(reward_model=str(tmp_path), reward_fn=names, device="cpu", micro_batch_size=3)
+    prompts = ppo.pad([row["input_ids"] for row in rows], tokenizer, args, "left")
+    responses = ppo.pad(answers, tokenizer, args)
+    rollout = ppo.Rollout(*prompts, *responses, torch.ones(5, dtype=torch.bool), responses[0] / 8, rows)
+    model = ppo.load_reward_model(args, SimpleNamespace(tokenizer=tokenizer))
+    ppo.score_responses(rollout, ppo.load_reward_fns(args, model), tokenizer, args)
+    theirs, ours = rollout.reward_table.values()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert theirs.std() > 0.1
 
 
 def test_ppo_points_to_it_for_a_model_with_several_labels(model, tmp_path, tiny):

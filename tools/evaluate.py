@@ -190,7 +190,7 @@ def load_policy(name, settings):
 
 
 def trained_with(name):
-    """The settings of the run that saved a model, maybe in ema/ or merged/; none if no run did."""
+    """The settings of the run that saved a model, maybe in merged/; none if no run did."""
     folder = Path(name).resolve()
     files = [place / "args.json" for place in (folder, folder.parent)]
     return next((json.loads(file.read_text("utf-8")) for file in files if file.exists()), {})
@@ -208,9 +208,7 @@ def load_prompts(args, tokenizer):
     """The first `num_prompts` prompts of the split, as training reads them."""
     split = "train" if Path(find(args.dataset)).is_file() else args.split
     with reading(args.dataset):
-        rows = ppo.load_prompts(settings_of(args), split, tokenizer)
-    require(rows, f"{args.dataset} has no prompts of --split {split} and --max-prompt-length {args.max_prompt_length}")
-    return rows[: args.num_prompts]
+        return ppo.load_prompts(replace(settings_of(args), dataset_train_split=split), tokenizer)[: args.num_prompts]
 
 
 def check_length(model, num_tokens):
@@ -239,7 +237,7 @@ def load_reward(spec, policy, settings):
 
     def reward(r):
         check_length(model, r.joined()[1].sum(1).max().item())
-        return r.in_micro_batches(lambda part: ppo.model_reward(model, part, policy.tokenizer, settings), settings)
+        return ppo.model_reward(model, r, policy.tokenizer, settings)
 
     return reward
 
@@ -261,7 +259,6 @@ def read_command_line():
         return args
     names = ("env", "max_turns", "response_length", "dataset", "dataset_config", "max_prompt_length")
     settings = {name: trained[name] for name in names if name in trained}
-    settings["split"] = trained["dataset_test_split"] or "validation"
     return read(default=Args(args.model, **settings))
 
 

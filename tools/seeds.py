@@ -148,7 +148,7 @@ def judge(a: list[float], b: list[float]) -> dict[str, float]:
 def compare(runs: tuple[list, list], metrics: list[str]) -> dict[str, tuple[list[float], list[float]]]:
     """Maps each metric to its results for the seeds of A and of B. Without names, these are all metrics that both log
     and that differ."""
-    names = metrics or [name for name in runs[0][0][-1] if not name.startswith(("time/", "perf/", "eps"))]
+    names = metrics or [name for name in runs[0][0][-1] if not name.startswith(("perf/", "eps"))]
     found = {name: tuple([end(lines, name) for lines in side] for side in runs) for name in names}
     if metrics:
         unknown = [name for name, (a, b) in found.items() if None in a + b]
