@@ -4,14 +4,11 @@
     python benchmarks/memory.py --recipes   # by formula: the commands of recipes/README.md
     python benchmarks/memory.py --measure   # small models on one and two processes of this machine; five minutes
 
-The formulas, in bytes, for N weights, L layers of width D, a vocabulary of V; W processes, S of which share one set of
-shards; b rows of P + T tokens in a micro-batch, of which T are the response; B rows sampled at once:
+The formulas, in bytes, for N weights, L layers of width D, a vocabulary of V; b rows of P + T tokens in a micro-batch,
+of which T are the response; B rows sampled at once:
 
-    trained network   4 N weights + 4 N gradients + 8 N Adam; each part / S where --zero-stage shards it
-    frozen network    4 N, / S with stage 3; in bfloat16 half of it except for the embeddings, unless it is the policy
-                      without its adapter
-    gathered          temporarily unsharded: stage 2, 4 N of each trained network; stage 3, two layers and the
-                      embeddings, and 4 N of the policy in a rollout; stage 0, nothing
+    trained network   4 N weights + 4 N gradients + 8 N Adam
+    frozen network    4 N; in bfloat16 half of it except for the embeddings, unless it is the policy without its adapter
     activations       bfloat16: 36 D b (P + T) L, and 2 N weights cast for the pass; float32: 64 D b (P + T) L; with
                       checkpointing 4 D b (P + T) L and those of one layer. (GPT-2's layer: inputs of two norms and of
                       four products, q, k, v, both sides of the GELU; attention that keeps no matrix of its weights)
@@ -71,8 +68,6 @@ class Plan:
 
     trained: int = 2  # PPO: policy and critic
     frozen: int = 2  # reference and reward model
-    stage: int = 0
-    shards: int = 1
     rows: int = 4  # in a micro-batch
     rollout_rows: int = 32
     prompt: int = 512
@@ -84,28 +79,20 @@ class Plan:
 
 def memory(m: Shape, p: Plan) -> dict[str, float]:
     """Bytes on a GPU, by purpose."""
-    N, tokens, S = m.weights, p.prompt + p.response, p.shards
+    N, tokens = m.weights, p.prompt + p.response
     trained, frozen = (p.trained - 1, p.frozen) if p.lora else (p.trained, p.frozen)
     per_token = (36 if p.bf16 else 64) * m.width
     activations = per_token * p.rows * tokens * m.layers
     if p.checkpointing:
         activations = (4 * m.width * m.layers + per_token) * p.rows * tokens
     casts = 2 * (N if not p.checkpointing else m.layer + m.embeddings) if p.bf16 else 0
-    gathered = {0: 0, 2: 4 * N * trained, 3: 4 * (2 * m.layer + m.embeddings)}[p.stage]
-    sharded = S if p.stage >= 2 else 1
     stored = 2 * N + 2 * m.vocab * m.width if p.bf16 else 4 * N  # of a frozen network
-    unchanging = (stored * (frozen - p.lora) + 4 * N * p.lora) / (S if p.stage == 3 else 1)
-    held = {
-        "weights": 4 * N * trained / sharded + unchanging,
-        "gradients": 4 * N * trained / sharded,
-        "Adam": 8 * N * trained / sharded,
-    }
-    update = {"gathered": gathered, "activations": activations + casts, "logits": 12 * p.rows * p.response * m.vocab}
+    unchanging = stored * (frozen - p.lora) + 4 * N * p.lora
+    held = {"weights": 4 * N * trained + unchanging, "gradients": 4 * N * trained, "Adam": 8 * N * trained}
+    update = {"activations": activations + casts, "logits": 12 * p.rows * p.response * m.vocab}
     cache = (2 if p.bf16 else 4) * 2 * m.layers * m.kv_width * p.rollout_rows * tokens + 12 * p.rollout_rows * m.vocab
-    whole = 4 * N + (2 * N if p.bf16 else 0)  # the policy in a rollout, and its weights in bfloat16
-    rollout = whole if p.stage else whole - 4 * N
     in_update = sum(held.values()) + sum(update.values())
-    in_rollout = held["weights"] + held["Adam"] + cache + rollout
+    in_rollout = held["weights"] + held["Adam"] + cache + (2 * N if p.bf16 else 0)  # the policy in bfloat16
     return held | update | {"in the update": in_update, "in the rollout": in_rollout}
 
 
@@ -121,10 +108,7 @@ LADDER = [  # an option, and its change of the plan; each is added to those befo
     ("`--local-rollout-forward-batch-size 16`", {"rollout_rows": 16}),
     ("`--gradient-checkpointing`", {"checkpointing": True}),
     ("`--bf16`", {"bf16": True}),
-    ("`--critic shared`", {"trained": 1}),
-    ("`--lora-r 16`, on one GPU", {"lora": True}),
-    ("`--zero-stage 2`, 8 GPUs, without the adapter", {"lora": False, "stage": 2, "shards": 8}),
-    ("`--zero-stage 3`", {"stage": 3}),
+    ("`--lora-r 16`", {"lora": True}),
 ]
 
 
@@ -144,12 +128,10 @@ def climb() -> None:
 ON_POLICY = {"bf16": True, "rows": 16, "rollout_rows": 16, "prompt": 512, "response": 53}
 RECIPES = {  # sizes of the commands in recipes/README.md; a pair is two rows
     "TL;DR, PPO, one GPU": (PYTHIA, Plan(**ON_POLICY)),
-    "TL;DR, PPO, 8 GPUs, stage 2": (PYTHIA, Plan(**ON_POLICY, stage=2, shards=8)),
     "TL;DR, RLOO, one GPU": (PYTHIA, Plan(**ON_POLICY, trained=1)),
-    "TL;DR, RLOO, 8 GPUs, stage 2": (PYTHIA, Plan(**ON_POLICY, trained=1, stage=2, shards=8)),
     "IMDB": (
         Shape(12, 768, 50257, 768, 124e6, tied=True),
-        Plan(1, 1, rows=16, rollout_rows=128, prompt=16, response=16),
+        Plan(2, 1, rows=16, rollout_rows=128, prompt=16, response=16),
     ),
     "GSM8K": (QWEN, Plan(1, 0, rows=8, rollout_rows=160, prompt=256, response=512)),
 }
@@ -169,11 +151,7 @@ SMALL = Shape(6, 512, 16000, 512, 6 * 12 * 512**2 + 16000 * 512 + 128 * 512, tie
 CASES = [  # script, processes, rows of a micro-batch, flags, and what they change of the plan
     ("ppo", 1, 2, "", {}),
     ("ppo", 2, 2, "", {}),
-    ("ppo", 2, 2, "--zero-stage 2", {"stage": 2}),
-    ("ppo", 2, 2, "--zero-stage 3", {"stage": 3}),
-    ("ppo", 1, 2, "--critic shared", {"trained": 1}),
     ("rloo", 1, 2, "--rloo-k 2", {"trained": 1}),
-    ("rloo", 2, 2, "--rloo-k 2 --zero-stage 3", {"trained": 1, "stage": 3}),
     ("ppo", 1, 64, "", {}),
     ("ppo", 1, 64, "--gradient-checkpointing", {"checkpointing": True}),
 ]
@@ -228,7 +206,7 @@ def measure() -> None:
         for script, processes, rows, flags, change in CASES:
             name = f"{script}.py {flags}".strip()
             print(name, file=sys.stderr)
-            plan = Plan(shards=processes, rows=rows, rollout_rows=rows, prompt=8, response=16, bf16=False)
+            plan = Plan(rows=rows, rollout_rows=rows, prompt=8, response=16, bf16=False)
             formula = peak(SMALL, replace(plan, **change))
             peak_bytes = measured(Path(folder), script, processes, rows, flags)
             sizes = {"processes": processes, "rows": rows, "formula": formula, "measured": peak_bytes}

@@ -47,7 +47,7 @@ def write_responses(seed: int, file: str) -> None:
     The latter show where PPO starts.
     """
     args, policy = load_policy()
-    prompts = ppo.load_prompts(args, "train", policy.tokenizer)
+    prompts = ppo.load_prompts(args, policy.tokenizer)
     torch.manual_seed(seed)
     few = prompts[(seed - 1) * PROMPTS : seed * PROMPTS]
     rollout = ppo.sample_batch(policy, [x for x in few for _ in range(RESPONSES)] + prompts, args)
@@ -64,7 +64,7 @@ def score_responses(reward_model: Path, responses: str) -> tuple[np.ndarray, np.
     gold = data.pop("gold").numpy().astype(float)
     rollout = ppo.Rollout(**data, rows=[{}] * len(gold))
     model = ppo.load_reward_model(replace(args, reward_model=str(reward_model)), policy)
-    proxy = rollout.in_micro_batches(lambda r: ppo.model_reward(model, r, policy.tokenizer, args), args)
+    proxy = ppo.model_reward(model, rollout, policy.tokenizer, args)
     return proxy.numpy().astype(float), gold
 
 

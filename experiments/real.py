@@ -8,7 +8,7 @@ from collections import Counter
 
 import real_pairs
 from record import Run
-from scripts import evaluate, read_lines, short, train
+from scripts import evaluate, policies_of, read_lines, short, train
 
 SHOWN = 5  # answers that are kept
 
@@ -26,6 +26,8 @@ def measure(run: Run) -> dict:
         policy, reference = str(run.folder), ["--reference", policy]
     if run.options.get("examined"):
         found["read"] = real_pairs.examine(run.folder)
+    if run.options.get("watched"):
+        found["curves"] |= watch(run, len(lines))
     if "judged" in run.options:
         found |= judge(run, policy, run.options["data"], reference)
     if "beside" in run.options:  # data of another task
@@ -33,6 +35,20 @@ def measure(run: Run) -> dict:
     if run.folder.exists() and not run.options.get("kept"):  # for a later run, which starts from it
         shutil.rmtree(run.folder)
     return found
+
+
+def watch(run: Run, updates: int) -> dict[str, list]:
+    """What the policies of the checkpoints make of unseen sums: a curve for each metric, None between checkpoints."""
+    points = {}
+    for step, policy in policies_of(run.folder).items():
+        flags = ["--dataset", run.options["data"], *run.options["watched"].split(), "--num-generations"]
+        one, _ = evaluate(policy, run.folder / "one", *flags, 1, "--temperature", 0)
+        eight, _ = evaluate(policy, run.folder / "eight", *flags, 8, "--temperature", 1)
+        right = next(iter(one))
+        points[step] = {"eval/accuracy": one[right]["mean"], "eval/pass@1": eight[right]["mean"]}
+        points[step]["eval/pass@8"] = eight["pass@8"]["mean"]
+    names = ("eval/accuracy", "eval/pass@1", "eval/pass@8")
+    return {name: [points.get(step, {}).get(name) for step in range(1, updates + 1)] for name in names}
 
 
 def judge(run: Run, policy: str, data: str, reference: list[str]) -> dict:

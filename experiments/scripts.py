@@ -11,8 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from record import GOLD, LAST, ROOT, Run
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 EVALUATED = ("sft", "reward_model", "dpo")  # on unseen texts, from time to time
 
@@ -55,10 +56,11 @@ def short(x, digits: int = 4):
 
 
 def train(run: Run) -> dict:
-    """Trains, in a new folder; the command, its CPU seconds, and its peak memory."""
+    """Trains, in a new folder; the command, its CPU seconds, and its peak memory. rewards/model.py reads `judge`."""
     shutil.rmtree(run.folder, ignore_errors=True)
     log_of(run.folder).unlink(missing_ok=True)
     command = [*run.command, "--seed", str(run.seed), "--output-dir", str(run.folder)]
+    os.environ["REWARD_MODEL"] = run.options.get("judge", "toy/reward_model")
     used = start(command, log_of(run.folder))
     found = {"cpu_seconds": round(used.ru_utime + used.ru_stime), "peak_memory_mb": round(used.ru_maxrss / 2**10)}
     return {"command": shlex.join(["python", *command])} | found
@@ -70,10 +72,7 @@ def measure(run: Run) -> dict:
     script = run.command[0].removesuffix(".py")
     if script == "dpo":
         add_answers(run.folder, policies_of(run.folder))
-    found |= summarize(run, script)
-    if "answers" in run.options:
-        found["answers"] = {"reviews": read_reviews, "shells": read_shells}[run.options["answers"]](run.folder)
-    return found
+    return add_judgements(found | summarize(run, script), run, run.folder)
 
 
 def summarize(run: Run, script: str) -> dict:
@@ -84,9 +83,8 @@ def summarize(run: Run, script: str) -> dict:
     numbers = {name: values for name, values in numbers.items() if values}
     start, end = {}, {}
     for name, values in numbers.items():
-        is_last = script in EVALUATED or name.startswith("eval/")
         start[name] = short(values[0], 5)
-        end[name] = short(values[-1] if is_last else statistics.fmean(values[-LAST:]), 5)
+        end[name] = short(values[-1] if script in EVALUATED else statistics.fmean(values[-LAST:]), 5)
     kept = run.options["curves"]
     axis, *metrics = kept if isinstance(kept, list) else kept[script]
     points = [line for line in lines if metrics[0] in line]
@@ -104,6 +102,23 @@ def evaluate(policy: Path | str, output: Path, *flags) -> tuple[dict, list[dict]
     call(["tools/evaluate.py", policy, *flags, "--output-dir", output], log_of(output))
     figures = json.loads((ROOT / output / "evaluation.json").read_text("utf-8"))["figures"]
     return figures, read_lines(ROOT / output / "answers.jsonl")
+
+
+def add_judgements(found: dict, run: Run, policy: Path) -> dict:
+    """Adds what `answers` and `likeliest` ask for; at its end also under names of the scripts' former evaluations."""
+    kind = run.options.get("answers")
+    if kind:
+        found["answers"] = {"reviews": read_reviews, "shells": read_shells}[kind](policy)
+    if kind == "shells":
+        found["end"] |= {"eval/accuracy": found["answers"]["greedy"], "eval/pass@1": found["answers"]["right"]}
+    if run.options.get("likeliest"):
+        gold, judge = "toy/gold_score.py:gold_score", "toy/reward_model"
+        flags = ["--reward-fn", gold, judge, "--num-prompts", 64, "--temperature", 0, "--device", "cpu"]
+        figures, _ = evaluate(policy, policy / "likeliest", *flags)
+        ended = figures["eos_share"]["mean"]
+        found["end"] |= {"eval/rewards/gold_score/mean": figures[gold]["mean"], "eval/eos_share": ended}
+        found["end"]["eval/scores"] = figures[judge]["mean"] - (1 - ended)  # --missing-eos-penalty 1
+    return found
 
 
 def read_reviews(policy: Path, *flags) -> dict[str, float]:
@@ -134,16 +149,15 @@ def read_shells(policy: Path) -> dict:
 
 
 def policies_of(folder: Path) -> dict[int, Path]:
-    """Step -> folder of a model, made of each checkpoint of a run on one process, which holds the weights alone."""
+    """Step -> folder of a model, made of each checkpoint of a run that trains nothing but the policy."""
     policies = {}
-    for checkpoint in sorted(folder.glob("checkpoints/step-*")):
-        policy = folder / "policies" / checkpoint.name
+    for checkpoint in sorted(folder.glob("checkpoints/step-*.pt")):
+        policy = folder / "policies" / checkpoint.stem
         shutil.copytree(folder, policy, ignore=lambda *_: ["checkpoints", "policies", "samples", "model.safetensors"])
-        (shards,) = checkpoint.glob("*.safetensors")
-        weights = {name: x for name, x in load_file(shards).items() if name.startswith("model.")}
-        weights = {name.removeprefix("model."): x for name, x in weights.items()}
+        state = torch.load(checkpoint)
+        weights = {name.removeprefix("model."): x for name, x in state["weights"].items()}
         save_file(weights, policy / "model.safetensors", {"format": "pt"})
-        policies[int(checkpoint.name.removeprefix("step-"))] = policy
+        policies[state["step"]] = policy
     return policies
 
 

@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 
 from record import ROOT, Run
-from scripts import add_answers, call, log_of, summarize
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
+from scripts import add_answers, add_judgements, call, log_of, summarize
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 import dpo
-import grpo
 import reward_model
 import run_trl
 import sft
@@ -28,13 +27,11 @@ def measure(run: Run) -> dict:
     python = run_trl.make_venv(run_trl.TRAINERS[script])
     variables = run_trl.KEEP_MEMORY if script == "dpo" else ()
     seconds = call(["env", *variables, python, "benchmarks/run_trl.py", script, settings, output], log)
-    if script == "grpo":
-        judge_answers(settings, output)
     if script in run_trl.EVERY:
         judge_checkpoints(script, settings, output)
     if script == "dpo":
         add_answers(output, {step_of(folder): folder for folder in output.glob("checkpoint-*")})
-    return {"cpu_seconds": round(seconds), **summarize(run, script)}
+    return add_judgements({"cpu_seconds": round(seconds)} | summarize(run, script), run, output / "model")
 
 
 def write_settings(run: Run, folder: Path) -> Path:
@@ -52,9 +49,7 @@ def write_settings(run: Run, folder: Path) -> Path:
 
 def args_of(script, settings: Path, **changes):
     """The settings as our script has them."""
-    values = json.loads(settings.read_text()) | changes
-    values.pop("code")  # its script, version and revision
-    return script.Args(**values)
+    return script.Args(**json.loads(settings.read_text()) | changes)
 
 
 def save_start(settings: Path, folder: Path) -> None:
@@ -62,18 +57,6 @@ def save_start(settings: Path, folder: Path) -> None:
     model = sft.load_policy(args_of(sft, settings))
     model.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
-
-
-def judge_answers(settings: Path, output: Path) -> None:
-    """Adds our evaluation of TRL's policy of GRPO to its last line."""
-    args = args_of(grpo, settings, model=str(output / "model"))
-    policy, *_ = grpo.load_models(args, needs_reference=False)
-    prompts = grpo.load_prompts(args, args.dataset_test_split, policy.tokenizer)[: args.num_eval_prompts]
-    set_seed(0)
-    found = grpo.evaluate(policy, None, grpo.load_reward_fns(args), prompts, args)
-    lines = (output / "metrics.jsonl").read_text().splitlines()
-    lines[-1] = json.dumps(json.loads(lines[-1]) | found)
-    (output / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def step_of(checkpoint: Path) -> int:

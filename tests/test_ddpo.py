@@ -304,15 +304,15 @@ def test_pictures_and_a_pipeline(tmp_path):
 
 @pytest.mark.parametrize("seed", slow_but([1], [1, 2]))
 def test_it_learns(tmp_path, seed):
-    """The reward rises, and shapes stay shapes: last two epochs less the first.
+    """The reward rises, and shapes stay shapes: last two of three epochs less the first.
 
-    A higher rate and a wider clip range than by default: 32 optimiser steps are few. Over three seeds the reward gained
-    1.2 to 1.8, and with the advantages' sign turned -1.4 to -0.8.
+    A higher rate and a wider clip range than by default: 24 optimiser steps are few. Over three seeds the reward gained
+    0.7 to 1.7, and with the advantages' sign turned it lost 0.9.
     """
-    settings = TINY | dict(sample_num_steps=4, sample_batch_size=32, num_epochs=4, image_steps=9, save_steps=9)
-    settings |= dict(train_learning_rate=7e-4, train_clip_range=1e-3, reward_weights=(1, 0))
+    settings = TINY | dict(sample_num_steps=4, sample_batch_size=32, train_batch_size=8, num_epochs=3, image_steps=9)
+    settings |= dict(train_learning_rate=1e-3, train_clip_range=1e-3, reward_weights=(1, 0), save_steps=9)
     rewards = ("toy/shapes/make.py:left_ink", "toy/shapes/make.py:same_shape")
     lines = run(ddpo, tmp_path, seed=seed, reward_fn=rewards, **settings)
     for name, least in (("reward_mean", 0.4), ("rewards/same_shape/mean", -0.5)):
-        first, *_, third, last = [line[name] for line in lines]
-        assert (third + last) / 2 - first > least
+        first, second, third = [line[name] for line in lines]
+        assert (second + third) / 2 - first > least

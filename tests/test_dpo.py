@@ -15,6 +15,7 @@ import reward_model
 
 # --- reading pairs
 
+
 def load(module, file, tokenizer, **settings):
     """The pairs of a file, as a model with this tokenizer reads them."""
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=512))
