@@ -131,7 +131,7 @@ class Args:
     micro_batch_size: Count | None = None  # episodes per pass; by default 2048 tokens on a CPU, 8192 on a GPU
     # --- Models: a folder, or a name on the hub ---
     model: Annotated[Name, alias("--model-name-or-path")] = f"{TOY}/guess/sft"  # policy to start from
-    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
+    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text or messages that end with the user's; the environment gets all columns ---
@@ -407,6 +407,7 @@ def group_advantages(scores, G, scale):
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)  # 1e-4: never 0 (TRL)
     if scale == "batch":
         advantages = advantages / (scores.std() + 1e-4)
+    require(scale != "mean" or scores.min() >= 0, "--scale-rewards mean needs scores of 0 or more")
     if scale == "mean":
         advantages = advantages / (scores.view(-1, G).mean(1, keepdim=True) + 1e-4)
     return advantages.flatten()

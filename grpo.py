@@ -180,7 +180,7 @@ def train(args):
         read_logprobs(policy, reference, rollout, args)
 
         # 3. Advantage
-        advantages = rollout.scores  # (B,)
+        advantages = rollout.scores.masked_fill(rollout.unscored, 0.0)  # (B,)
         if args.baseline == "mean":
             advantages = group_advantages(rollout.scores, G, args.scale_rewards)
         rollout.advantages = advantages[:, None]  # (B, 1)
@@ -448,8 +448,8 @@ def score_groups(rollout, reward_fns, tokenizer, args):
     scores = (table * weights[:, None]).nansum(0)
     if args.stop_token:  # without stop tokens, no response ends
         scores = torch.where(rollout.ended, scores, scores - args.missing_eos_penalty)
-    unscored = table[weights != 0].isnan().all(0)
-    known = scores.masked_fill(unscored, math.nan).cpu().double().view(-1, rollout.k)  # the mean of equal ones is exact
+    rollout.unscored = table[weights != 0].isnan().all(0)
+    known = scores.masked_fill(rollout.unscored, math.nan).cpu().double().view(-1, rollout.k)  # exact if equal
     means = known.nanmean(1, keepdim=True).nan_to_num()  # 0 in a group without any: its advantages are 0
     rollout.scores = known.where(known.isfinite(), means).flatten().to(scores)
 
@@ -476,6 +476,7 @@ def group_advantages(scores, G, scale):
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)  # 1e-4: never 0 (TRL)
     if scale == "batch":
         advantages = advantages / (scores.std() + 1e-4)
+    require(scale != "mean" or scores.min() >= 0, "--scale-rewards mean needs scores of 0 or more")
     if scale == "mean":
         advantages = advantages / (scores.view(-1, G).mean(1, keepdim=True) + 1e-4)
     return advantages.flatten()
@@ -550,8 +551,7 @@ def with_gradient_first(rollout, rows, args):
 
 def update(policy, optimizer, rollout, args):
     """Steps 4 and 5: passes over the batch, with one optimiser step for each mini-batch. Its gradient is a weighted sum
-    over its tokens, however it is split into micro-batches and among processes: clip_gradient averages over processes,
-    so the weights use the numbers of rows and tokens per process. Returns means over the steps."""
+    over its tokens, however they are split: clip_gradient averages over processes, so the weights are those of one."""
     num_parts = args.num_mini_batches * WORLD_SIZE
     num_rows = args.batch_size / num_parts
     num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average

@@ -417,8 +417,8 @@ def score_groups(rollout, reward_fns, tokenizer, args):
     scores = (table * weights[:, None]).nansum(0)
     if args.stop_token:  # without stop tokens, no response ends
         scores = torch.where(rollout.ended, scores, scores - args.missing_eos_penalty)
-    unscored = table[weights != 0].isnan().all(0)
-    known = scores.masked_fill(unscored, math.nan).cpu().double().view(-1, rollout.k)  # the mean of equal ones is exact
+    rollout.unscored = table[weights != 0].isnan().all(0)
+    known = scores.masked_fill(rollout.unscored, math.nan).cpu().double().view(-1, rollout.k)  # exact if equal
     means = known.nanmean(1, keepdim=True).nan_to_num()  # 0 in a group without any: its advantages are 0
     rollout.scores = known.where(known.isfinite(), means).flatten().to(scores)
 

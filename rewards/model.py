@@ -37,7 +37,8 @@ def score(prompts: list, completions: list, **columns) -> list[float]:
             text = tokenizer.apply_chat_template(prompt + completion, tokenize=False)
             rows.append(tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"])
         else:
-            rows.append([*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id])
+            ids = tokenizer(prompt + completion)["input_ids"]
+            rows.append(ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id])
     scores = []
     for start in range(0, len(rows), BATCH_SIZE):
         part = {"input_ids": rows[start : start + BATCH_SIZE]}

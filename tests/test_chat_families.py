@@ -52,7 +52,7 @@ def test_all_scripts_read_one_conversation_alike(family, tmp_path):
         return write_rows(tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", rows)
 
     args = ppo.Args(dataset=file(*({"prompt": TALK[:n]} for n in (1, 3))))
-    assert [row["input_ids"].tolist() for row in ppo.load_prompts(args, "train", tokenizer)] == [first, asked]
+    assert [row["input_ids"].tolist() for row in ppo.load_prompts(args, tokenizer)] == [first, asked]
     talk = dict(messages=[*TALK, {"role": "user", "content": "Thanks."}])
     for row, answers in (
         (talk, [(first, good), (asked, best)]),

@@ -344,9 +344,9 @@ NATIVE = {  # data sets that a command reads as they are
     "trl-internal-testing/tldr-preference-sft-trl-style": ROWS["tldr-sft"][0],
 }
 SMALL = {"batch_size": 8, "micro_batch_size": 4, "local_rollout_forward_batch_size": 8, "response_length": 4}
-SMALL |= {"total_episodes": 16, "response_length_min": None, "num_train_epochs": 1.0, "rloo_k": 2, "num_generations": 2}
+SMALL |= {"total_episodes": 16, "num_train_epochs": 1.0, "rloo_k": 2, "num_generations": 2}
 SMALL |= {"num_sample_generations": 0, "bf16": False, "device": "cpu", "num_mini_batches": 1, "save_steps": 100}
-SMALL |= {"max_length": 128, "max_prompt_length": 120}
+SMALL |= {"max_length": 128, "max_prompt_length": 120, "dataset_test_split": "none"}
 
 
 def small(args):
@@ -414,7 +414,7 @@ def test_the_command_that_is_printed(name, chat, made, tmp_path, monkeypatch, ca
     assert ("Instruct" in command) == (chat == "chat") or "./sft" in command
     command = command.replace(str(tmp_path / "made/out"), f"data/{name}")
     module, args = read(shlex.split(command, comments=True)[1:], monkeypatch)
-    settings = dataclasses.asdict(args) | tiny_version(args, made, tmp_path, chats) | {"dataset_test_split": "none"}
+    settings = dataclasses.asdict(args) | tiny_version(args, made, tmp_path, chats)
     settings.pop("output_dir")
     assert len(run(module, tmp_path / "run", **settings)) >= 2  # each answer of a conversation is a text
 
@@ -435,7 +435,7 @@ def test_commands_of_the_page(number, made, tmp_path, monkeypatch):
         changes["reward_fn"] = tuple(
             "toy/gold_score.py:gold_score" if "classifier" in name else name for name in args.reward_fn
         )
-    settings = dataclasses.asdict(args) | changes | {"dataset_test_split": "none"}
+    settings = dataclasses.asdict(args) | changes
     settings.pop("output_dir")
     lines = run(module, tmp_path / "run", **settings)
     assert len(lines) == 2
@@ -506,7 +506,7 @@ def test_a_task_is_trained_on(made, tmp_path):
         "max_prompt_length": 512,
     }
     reward = str(ROOT / "rewards/reasoning.py:score")
-    lines = run(grpo, tmp_path / "run", **settings, reward_fn=(reward,), dataset_test_split="none")
+    lines = run(grpo, tmp_path / "run", **settings, reward_fn=(reward,))
     assert len(lines) == 2
 
 

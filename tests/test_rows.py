@@ -133,7 +133,6 @@ WRONG = [(OF_PROMPTS, what, PROMPT, dict(prompt=x)) for what, x in WRONG_MESSAGE
 WRONG += [  # scripts, what is wrong, three good rows, the wrong row, the template if it is another
     (OF_PROMPTS, "an empty prompt", dict(prompt="The film"), dict(prompt="")),
     (OF_PROMPTS, "no prompt", dict(prompt="The film"), dict(text="The film")),
-    (OF_PROMPTS, "a name that reward functions use", PROMPT, PROMPT | dict(completions="x")),
     (OF_PROMPTS, "the template refuses", PROMPT, dict(prompt=SYSTEM), GRUMPY),
     (OF_PROMPTS, "the template leaves out a message", PROMPT, dict(prompt=SYSTEM), DEAF),
     (OF_PROMPTS, "no chat template", dict(prompt="The film"), PROMPT, None),
@@ -178,14 +177,14 @@ def test_a_line_that_is_no_json_is_refused(tmp_path, start):
 @pytest.mark.parametrize("form", ["parquet", "a folder of jsonl"])
 def test_files_and_their_splits(form, tmp_path, start, capsys):
     """A file is the train split; in a folder, other files and folders are not read."""
-    rows = {"train": [{"prompt": "The film"}] * 4, "validation": [{"prompt": "I thought"}] * 4}
+    rows = {"train": [{"text": "The film"}] * 4, "validation": [{"text": "I thought"}] * 4}
     for split in rows:
         if form.endswith("jsonl"):
             write_rows(tmp_path / f"{split}.jsonl", rows[split])
         else:
             datasets.Dataset.from_list(rows[split]).to_parquet(tmp_path / f"{split}.parquet")
     (tmp_path / "notes.csv").write_text("a,b\n1,2,3\n")
-    read = start("ppo", tmp_path if form.startswith("a folder") else tmp_path / f"train.{form}")
+    read = start("sft", tmp_path if form.startswith("a folder") else tmp_path / f"train.{form}")
     assert is_in(read_as("The film"), read)
     assert is_in(read_as("I thought"), read) == form.startswith("a folder")
     suffix = form.split()[-1]

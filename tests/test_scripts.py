@@ -13,7 +13,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from runs import GOLD, NAMES, run, script, write_rows
+from runs import GOLD, NAMES, run, script
 from sources import ROOT, SCRIPTS, defined_in, lines_of, load, nodes_of, source_of, text_of
 
 MARK = "the same text in all scripts"  # in the line after which functions are shared
@@ -75,11 +75,10 @@ def test_packages_named_in_a_script_have_the_versions_of_requirements(file):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_scripts_page_names_every_metric(name, tiny, tmp_path):
-    settings = tiny[name] | dict(eval_steps=1, beta=0.1, reward_fn=(GOLD,), pretrain_data=f"{tmp_path}/texts.jsonl")
+    settings = tiny[name] | dict(eval_steps=1, beta=0.1, reward_fn=(GOLD,))
     settings = {key: x for key, x in settings.items() if key in vars(script(name).Args())}
     if name == "ddpo":
         settings.pop("reward_fn")
-    write_rows(tmp_path / "texts.jsonl", [{"text": "The cat sat on the mat."}] * 8)
     logged, *others = map(set, run(name, tmp_path / "out", **settings))
     assert all(other == logged for other in others)
     own = {"ppo": "metrics", "rloo": "metrics", "grpo": "metrics"}.get(name, name)  # three scripts share a page
