@@ -177,6 +177,7 @@ def train(args):
         read_logprobs(policy, reference, rollout, args)
 
         # 3. Advantage
+        require(args.scale_rewards != "mean" or rollout.scores.min() >= 0, "--scale-rewards mean needs scores >= 0")
         rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # (B, 1)
         if args.credit == "turn":
             rollout.advantages = turn_advantages(rollout.rewards, rollout.turn, rollout.written, G)  # (B, T)
@@ -407,7 +408,6 @@ def group_advantages(scores, G, scale):
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)  # 1e-4: never 0 (TRL)
     if scale == "batch":
         advantages = advantages / (scores.std() + 1e-4)
-    require(scale != "mean" or scores.min() >= 0, "--scale-rewards mean needs scores of 0 or more")
     if scale == "mean":
         advantages = advantages / (scores.view(-1, G).mean(1, keepdim=True) + 1e-4)
     return advantages.flatten()

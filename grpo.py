@@ -182,6 +182,7 @@ def train(args):
         # 3. Advantage
         advantages = rollout.scores.masked_fill(rollout.unscored, 0.0)  # (B,)
         if args.baseline == "mean":
+            require(args.scale_rewards != "mean" or advantages.min() >= 0, "--scale-rewards mean needs scores >= 0")
             advantages = group_advantages(rollout.scores, G, args.scale_rewards)
         rollout.advantages = advantages[:, None]  # (B, 1)
         rollout.loss_mask = rollout.mask  # (B, T)
@@ -476,7 +477,6 @@ def group_advantages(scores, G, scale):
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)  # 1e-4: never 0 (TRL)
     if scale == "batch":
         advantages = advantages / (scores.std() + 1e-4)
-    require(scale != "mean" or scores.min() >= 0, "--scale-rewards mean needs scores of 0 or more")
     if scale == "mean":
         advantages = advantages / (scores.view(-1, G).mean(1, keepdim=True) + 1e-4)
     return advantages.flatten()

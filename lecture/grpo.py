@@ -56,7 +56,7 @@ TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 @dataclass
 class Args:
     num_generations: int = 8  # G, the number of responses to each prompt. More: a better baseline
-    loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo"] = "dapo"  # weights: see token_weights
+    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # weights: see token_weights
     # divide advantages by a deviation, by the group's mean (MaxRL), or by nothing (Dr. GRPO)
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
     baseline: Literal["mean", "none"] = "mean"  # none: the scores are the advantages (RFT)
@@ -189,16 +189,14 @@ def token_weights(mask, num_rows, num_tokens, args):
     """(b, T) weights of the tokens' losses. The loss of a mini-batch is the weighted sum.
 
     grpo: all responses have the same weight, so a token of a long response has a lower one. In the
-    others, all tokens have the same weight: a constant (dr_grpo), 1 / tokens of this mini-batch
-    (bnpo), or 1 / tokens of an average mini-batch (dapo).
+    others, all tokens have the same weight: a constant (dr_grpo), or 1 / tokens of an average
+    mini-batch (dapo).
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
     if args.loss_type == "grpo":
         return mask / (num_rows * lengths)
     if args.loss_type == "dr_grpo":
         return mask / (num_rows * args.response_length)
-    if args.loss_type == "bnpo":
-        return mask * len(mask) / (num_rows * mask.sum().clamp(min=1))
     return mask / num_tokens
 
 

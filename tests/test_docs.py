@@ -222,8 +222,7 @@ def test_every_run_on_record_is_in_runs_toml():
 
 
 def test_there_is_one_version():
-    """In each script, which may be copied alone, in CITATION.cff, and at the head of CHANGELOG.md."""
-    places = {script: r'(?:^VERSION = |"version": )"(.+?)"' for script in SCRIPTS}
-    places |= {"CITATION.cff": r'^version: "(.+)"', "CHANGELOG.md": r"^## (.+)"}
+    """In CITATION.cff, and at the head of CHANGELOG.md."""
+    places = {"CITATION.cff": r'^version: "(.+)"', "CHANGELOG.md": r"^## (.+)"}
     found = {file: re.findall(pattern, text_of(file), re.M)[:1] for file, pattern in places.items()}
     assert all(version == found["CITATION.cff"] != [] for version in found.values()), found

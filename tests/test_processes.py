@@ -98,10 +98,11 @@ def runs(world, request):
     """All RUNS that are asked for, on one process and on two."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     asked = {item.callspec.params["case"] for item in items}
-    one, two = (
-        [[case.split()[0], words_for(case.split()[0], world, world / str(i) / case, **settings)] for case, settings in x]
-        for i, x in enumerate(zip(*(((case, a), (case, a | b)) for case, (a, b) in RUNS.items() if case in asked)), 1)
-    )
+    one, two = [], []
+    for case in [case for case in RUNS if case in asked]:
+        name, (both, alone) = case.split()[0], RUNS[case]
+        one.append([name, words_for(name, world, world / "1" / case, **both)])
+        two.append([name, words_for(name, world, world / "2" / case, **both | alone)])
     processes = on_many_processes.start(two, world)
     for name, words in one:
         main(name, *words)
