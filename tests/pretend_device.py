@@ -48,6 +48,9 @@ class PretendTensor(torch.Tensor):
 
     __array__ = numpy
 
+    def __reduce_ex__(self, protocol):  # files have tensors of the CPU
+        return self.raw.__reduce_ex__(protocol)
+
     def untyped_storage(self):  # by which libraries know tied weights when they save
         return self.raw.untyped_storage()
 
