@@ -218,6 +218,7 @@ def test_tables_and_a_card(tmp_path, tiny):
     for number, steps in {0: [], 1: [1, 3]}.items():
         folder = tmp_path / str(number)
         *_, last = run("ppo", folder, **tiny["ppo"] | dict(num_sample_generations=number, kl_coef=0.125))
+        assert_same_run(tmp_path / "0", folder)
         files = folder.glob("samples/step-*.safetensors")
         assert sorted(int(file.stem.removeprefix("step-")) for file in files) == steps
     card = (folder / "README.md").read_text()

@@ -81,7 +81,7 @@ def test_padding_may_hold_any_token(name, settings_of, tmp_path):
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize("name", slow_but(["ppo", "sft"], NAMES))
+@pytest.mark.parametrize("name", slow_but(["sft"], NAMES))
 def test_evaluations_and_tables_do_not_touch_the_training(name, settings_of, tmp_path):
     """After the second step, and after the last in any case."""
     settings = settings_of(name)

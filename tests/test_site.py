@@ -15,7 +15,8 @@ from markdown_it import MarkdownIt
 from sources import ROOT, text_of
 from test_docs import PAGES
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="pip install -r docs/requirements.txt")
+HAS_MKDOCS = importlib.util.find_spec("mkdocs")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_MKDOCS, reason="pip install -r docs/requirements.txt")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
