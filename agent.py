@@ -765,9 +765,8 @@ def add_adapter(model, args, task_type):
 
 
 class OneTypeCache(StaticCache):
-    """A key-value cache of fixed size and one dtype: under autocast, rotary keys are float32 and values bfloat16."""
-
     def update(self, keys, values, *others, **options):
+        """Keeps one dtype: under autocast, rotary keys are float32 and values bfloat16."""
         return super().update(keys.to(values.dtype), values, *others, **options)
 
 

@@ -646,10 +646,10 @@ def load_reward_model(args, policy):
 
 
 def model_reward(model, rollout, tokenizer, args):
-    """(B,) rewards of a reward model, which reads its head at the last token. For a model with another tokenizer or
-    chat template than the policy, the texts are encoded again."""
+    """(B,) rewards of a reward model. With another tokenizer or chat template, it reads the texts encoded again."""
 
     def read(r):
+        """The head at the last token of each episode (b,)."""
         ids, mask = r.joined()
         if not model.reads_policy_ids:
             ids, mask = pad(encode_again(r, tokenizer, model.tokenizer), model.tokenizer, args)
@@ -903,22 +903,20 @@ def adapter_off(policy, reference):
 
 
 class Head(nn.Linear):
-    """A linear head (D -> 1) in float32, also under autocast: bfloat16 is too coarse for a value or a reward."""
-
     def __init__(self, weight, bias=0.0):
         super().__init__(weight.shape[1], 1)
         self.weight = nn.Parameter(weight.detach().clone())
         nn.init.constant_(self.bias, bias)
 
     def forward(self, states):
+        """A linear head (D -> 1) in float32, also under autocast: bfloat16 is too coarse for a value or a reward."""
         with torch.autocast(states.device.type, enabled=False):
             return super().forward(states.float())
 
 
 class OneTypeCache(StaticCache):
-    """A key-value cache of fixed size and one dtype: under autocast, rotary keys are float32 and values bfloat16."""
-
     def update(self, keys, values, *others, **options):
+        """Keeps one dtype: under autocast, rotary keys are float32 and values bfloat16."""
         return super().update(keys.to(values.dtype), values, *others, **options)
 
 
