@@ -729,7 +729,7 @@ def function_reward(function, rollout, tokenizer, args):
     """(B,) rewards of a user's function, with TRL's signature: f(prompts, completions, **columns) -> numbers or None.
 
     All arguments are lists with one value per row: prompts, prompts_text (as the policy read them), completions (like
-    the prompts, texts or messages), completion_ids, and the columns of the dataset. A process passes its share of rows.
+    the prompts, texts or messages), completion_ids, ended, and the dataset's columns. A process passes its share.
     """
     r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=args.device))
     columns = {name: [deepcopy(row[name]) for row in r.rows] for name in r.rows[0]}
@@ -737,6 +737,7 @@ def function_reward(function, rollout, tokenizer, args):
     columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
     columns["completions"] = decode(r, tokenizer)[1]
     columns["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses, r.mask)]
+    columns["ended"] = r.ended.tolist()
     if isinstance(columns["prompt"][0], list):
         columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
     with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's

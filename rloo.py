@@ -49,7 +49,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -69,13 +68,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers import DynamicCache, StaticCache, get_scheduler, logging, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
+from transformers import get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
+SCORE = f"{TOY.parent}/rewards/model.py:score"  # the reward of a reward model
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
 RANK = int(os.environ.get("RANK", 0))
@@ -104,9 +104,6 @@ class Args:
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     cliprange: Annotated[Positive, alias("--epsilon")] = 0.2  # eps of the clipped ratio (PPO, eq. 7)
     token_level_kl: bool = False  # each token is an action, with its own and later KL in its advantage (REINFORCE++)
-    normalize_reward: bool = False  # shift and scale scores to mean 0, variance 1, before the KL (TRL, REINFORCE++)
-    reward_clip_range: Positive = 10.0  # normalised scores are clipped to +- this (TRL, REINFORCE++)
-    normalize_advantage: bool = False  # shift and scale advantages to mean 0, variance 1 (TRL, REINFORCE++)
     kl_coef: Annotated[NonNegative, alias("--beta")] = 0.05  # weight of the KL in the reward (TRL 0.16)
     # --- Rollout ---
     response_length: Annotated[Count, alias("--max-completion-length")] = 53  # maximum tokens in a response (TRL 0.16)
@@ -129,10 +126,10 @@ class Args:
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
     # --- Models: a folder, or a name on the hub ---
     model: Annotated[Name, alias("--model-name-or-path", "--sft-model-path")] = f"{TOY}/sft"  # policy to start from
-    reward_model: Annotated[Name, alias("--reward-model-path")] = f"{TOY}/reward_model"  # a classifier with one label
-    reward_fn: Annotated[tuple[Name, ...], alias("--reward-funcs")] = ("reward_model",)  # or file.py:name; they add up
+    reward_model: Annotated[Name, alias("--reward-model-path")] = f"{TOY}/reward_model"  # of rewards/model.py:score
+    reward_fn: Annotated[tuple[Name, ...], alias("--reward-funcs")] = (SCORE,)  # file.py:name; they add up
     reward_weights: tuple[pydantic.FiniteFloat, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
-    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
+    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text or messages that end with the user's; reward functions get all columns ---
@@ -156,8 +153,9 @@ class Args:
 def train(args):
     """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     start(args)
-    policy, reference, reward_model = load_models(args)
-    reward_fns = load_reward_fns(args, reward_model)
+    os.environ["REWARD_MODEL"] = args.reward_model  # for rewards/model.py
+    policy, reference = load_models(args)
+    reward_fns = load_functions(args)
     prompts = load_prompts(args, policy.tokenizer)
     K = args.rloo_k
     args = choose_sizes(args, policy, prompts, K)  # from here on, all sizes are set
@@ -180,18 +178,12 @@ def train(args):
         # 2. Score
         read_logprobs(policy, reference, rollout, args)
         score_groups(rollout, reward_fns, policy.tokenizer, args)
-        scores = rollout.scores  # (B,)
-        if args.normalize_reward:
-            scores = normalize_scores(scores, args.reward_clip_range)
-
         # 3. Reward
         non_score_reward = -args.kl_coef * rollout.kl.masked_fill(~rollout.mask, 0.0)  # (B, T)
 
         # 4. Advantage
         rollout.actions = rollout.mask if args.token_level_kl else rollout.mask.any(1, keepdim=True)
-        rollout.advantages = rloo_advantages(scores, non_score_reward, K, args.token_level_kl)  # as actions
-        if args.normalize_advantage:
-            rollout.advantages = masked_whiten(rollout.advantages, rollout.actions)
+        rollout.advantages = rloo_advantages(rollout.scores, non_score_reward, K, args.token_level_kl)  # as actions
 
         # 5. Loss, and 6. update
         stats = update(policy, optimizer, rollout, args)
@@ -240,20 +232,18 @@ class Rollout:
                 setattr(part, name, x[index][:, columns] if x.dim() == 2 else x[index])
         return part
 
-    def micro_batches(self, index, args, is_first=None):
-        """Splits row numbers into micro-batches of groups of similar lengths, to save padding; the processes take them
-        in turns. Rows for which `is_first` (B,) is true come first."""
+    def micro_batches(self, index, args):
+        """Splits row numbers into this process's micro-batches of groups of similar lengths, to save padding."""
         lengths = (self.prompt_mask.sum(1) + self.mask.sum(1)).view(-1, self.k).amax(1)  # of the longest row of a group
         index = index.sort().values
         index = index[lengths[index // self.k].argsort(stable=True)]
-        if is_first is not None:
-            index = index[is_first[index].long().argsort(descending=True, stable=True)]
-        return index.tensor_split(WORLD_SIZE * math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size)))
+        num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))  # equal in all processes
+        return index.tensor_split(num_rounds * WORLD_SIZE)[RANK::WORLD_SIZE]
 
     @torch.no_grad()
     def in_micro_batches(self, function, args):
         """Applies a function without gradient to micro-batches of b episodes. Joins its results, (b, T) or (b,)."""
-        micro_batches = self.micro_batches(torch.arange(len(self.mask), device=args.device), args)[RANK::WORLD_SIZE]
+        micro_batches = self.micro_batches(torch.arange(len(self.mask), device=args.device), args)
         parts = []
         for index in micro_batches:
             with autocast(args):
@@ -307,11 +297,8 @@ def read_prompts(model, prompts, prompt_mask, cache, **options):
 
 @torch.no_grad()
 def sample(policy, prompts, prompt_mask, uniforms, temperature):
-    """Samples one response to each prompt (B, P) from softmax(logits / temperature); ignores the generation config.
-
-    `uniforms` (B, T) are the random numbers. Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T)
-    of the sampled tokens, 0 on padding.
-    """
+    """Samples one response to each prompt (B, P) from softmax(logits / temperature), by the random numbers `uniforms`
+    (B, T). Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the tokens, 0 on padding."""
     B, T = uniforms.shape
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
@@ -352,7 +339,7 @@ def sample_batch(policy, rows, k, args):
     share = torch.arange(len(rows)).view(-1, k)[RANK::WORLD_SIZE].flatten()
     parts = []
     with autocast(args):
-        for index in share.split(args.local_rollout_forward_batch_size):
+        for index in share.split(args.local_rollout_forward_batch_size or 4 * args.micro_batch_size):
             part = sample(policy, prompts[index], prompt_mask[index], uniforms[index], args.temperature)
             parts.append(part)
     groups = [torch.cat(x).unflatten(0, (-1, k)) for x in zip(*parts)]
@@ -399,8 +386,7 @@ def read_logprobs(policy, reference, rollout, args):
     """Adds the reference's log-probabilities and the KL (B, T) to the rollout."""
     if args.bf16 or args.device != "cpu":  # the sampler reads token by token: with bf16 or TF32 its rounding matters
         rollout.old_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args)
-    with adapter_off(policy, reference):
-        rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
+    rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
     rollout.kl = rollout.old_logprobs - rollout.ref_logprobs  # of the sampled tokens; its expectation is the KL
 
 
@@ -423,29 +409,10 @@ def score_groups(rollout, reward_fns, tokenizer, args):
     rollout.scores = known.where(known.isfinite(), means).flatten().to(scores)
 
 
-def read_head(model, input_ids, attention_mask):
-    """(B, S) a number for each position, by the linear head of a critic or reward model."""
-    states = forward(model.base_model, input_ids, attention_mask).last_hidden_state  # (B, S, D)
-    return model.score(states).squeeze(-1)
-
-
 # --- 3. Reward, and 4. advantage --------------------------------------------------------------------------------------
 def masked_sum(x, mask):
     """Sums over real tokens. Values on padding are ignored, even NaN."""
     return x.masked_fill(~mask, 0.0).sum()
-
-
-def masked_whiten(x, mask):
-    """Shifts and scales x (B, T) to mean 0 and variance 1 over real tokens (TRL). Padding becomes 0."""
-    real = x[mask]
-    variance = real.var(correction=min(1, len(real) - 1))  # with Bessel's correction; 0 for a single token
-    return ((x - real.mean()) * torch.rsqrt(variance + 1e-8)).masked_fill(~mask, 0.0)
-
-
-def normalize_scores(scores, clip_range):
-    """Shifts and scales scores (B,) to mean 0 and variance 1, then clips them (TRL 0.16, `normalize_reward`)."""
-    normalized = (scores - scores.mean()) / (scores.std() + 1e-8)
-    return normalized.clamp(-clip_range, clip_range)
 
 
 def leave_one_out(rewards, k):
@@ -492,8 +459,7 @@ def update(policy, optimizer, rollout, args):
     """Steps 5 and 6: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch.
 
     The gradient of a mini-batch is that of the mean loss over its actions, however it is split into micro-batches and
-    among processes: clip_gradient averages over processes, so each divides its sum by the actions / WORLD_SIZE. Returns
-    means over actions (of the entropy, over tokens) and over gradients.
+    among processes: clip_gradient averages over processes, so each divides its sum by the actions / WORLD_SIZE.
     """
     totals = Counter()  # over actions or tokens
     norms = []  # of the gradients
@@ -503,7 +469,7 @@ def update(policy, optimizer, rollout, args):
             optimizer.zero_grad()
             num_actions = rollout.actions[rows].sum() / WORLD_SIZE
             sums = Counter()
-            for index in rollout.micro_batches(rows, args)[RANK::WORLD_SIZE]:
+            for index in rollout.micro_batches(rows, args):
                 r = rollout.select(index)
                 with autocast(args):
                     logits = response_forward(policy, r, args)  # (b, T, V)
@@ -542,7 +508,7 @@ def update(policy, optimizer, rollout, args):
 
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs =============================
 def rollout_stats(rollout, kl_coef):
-    """The metrics of a batch before the update, under TRL's names. Scores are those before normalisation."""
+    """The metrics of a batch before the update, under TRL's names."""
     B, mask, score = len(rollout.mask), rollout.mask, rollout.scores.mean().item()
     kl = masked_sum(rollout.kl, mask).item() / B
     groups = rollout.scores.view(-1, rollout.k)  # (B/k, k)
@@ -579,9 +545,8 @@ def show_samples(run, rollout, tokenizer):
 CURVES = "scores$|/mean$|objective/kl$|eos_share$"  # metrics of curves.png
 
 
-def load_models(args, needs_reference=True):
-    """Loads policy and reward model. The reference is a copy of the policy; with LoRA the policy itself, while its
-    adapter is off. None has dropout: rollout, scoring and loss use one distribution."""
+def load_models(args):
+    """Loads the policy, and makes a copy, the reference. Without dropout, rollout and loss use one distribution."""
     policy = load_model(AutoModelForCausalLM, args.model)
     policy.stop_token_ids = []
     for text in args.stop_token:
@@ -590,14 +555,25 @@ def load_models(args, needs_reference=True):
         policy.stop_token_ids += ids
     policy.generation_config.eos_token_id = policy.stop_token_ids or None  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
-    reward_model = load_reward_model(args, policy)
-    reference = deepcopy(policy).requires_grad_(False) if needs_reference and not args.lora_r else policy
+    reference = deepcopy(policy).requires_grad_(False)
     if args.lora_r:
         add_adapter(policy, args, "CAUSAL_LM")
-    models = [policy, reference, reward_model]
-    for model in filter(None, dict.fromkeys(models)):
-        place(model, args)
-    return models
+    place(policy, args)
+    place(reference, args)
+    return policy, reference
+
+
+def load_functions(args):
+    """The functions of --reward-fn by name, each a function of (rollout, tokenizer, args)."""
+    reward_fns = {}
+    for spec in args.reward_fn:
+        file, _, name = spec.rpartition(":")
+        require(file, f"--reward-fn {spec}: should be file.py:name")
+        require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
+        reward_fns[name] = partial(function_reward, load_function(file, name))
+    is_one_each = len(args.reward_weights or reward_fns) == len(reward_fns)
+    require(is_one_each, "--reward-weights needs one number for each function of --reward-fn")
+    return reward_fns
 
 
 def choose_sizes(args, policy, prompts, k):
@@ -623,55 +599,11 @@ def choose_sizes(args, policy, prompts, k):
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
     print(f"{num_updates} updates of {batch_size} responses in {args.num_mini_batches} mini-batches, {rows} at a time")
     sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
-    sizes["local_rollout_forward_batch_size"] = args.local_rollout_forward_batch_size or 4 * rows
     return replace(args, per_device_train_batch_size=None, **sizes)
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
 # --- Rewards ----------------------------------------------------------------------------------------------------------
-def load_reward_model(args, policy):
-    """Loads the reward model; None if --reward-fn does not name it. The bias of its head is the shift that centres the
-    rewards, which reward_model.py stores in the config."""
-    if "reward_model" not in args.reward_fn:
-        return None
-    model = load_model(AutoModelForSequenceClassification, args.reward_model)
-    is_causal = model.config.num_labels == 1 and hasattr(model, "score")
-    require(is_causal, f"{args.reward_model} is not a causal model with one label: see rewards/classifier.py")
-    model.score = Head(model.score.weight, getattr(model.config, "reward_bias", 0.0))
-    model.config.use_cache = False
-    a, b = policy.tokenizer, model.tokenizer
-    has_same_tokens = a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
-    model.reads_policy_ids = has_same_tokens and b.chat_template in (None, a.chat_template)
-    return model.requires_grad_(False)
-
-
-def model_reward(model, rollout, tokenizer, args):
-    """(B,) rewards of a reward model. With another tokenizer or chat template, it reads the texts encoded again."""
-
-    def read(r):
-        """The head at the last token of each episode (b,)."""
-        ids, mask = r.joined()
-        if not model.reads_policy_ids:
-            ids, mask = pad(encode_again(r, tokenizer, model.tokenizer), model.tokenizer, args)
-        last = mask.long().cumsum(1).argmax(1, keepdim=True)  # (b, 1) where all real tokens are counted
-        return read_head(model, ids, mask.long()).gather(1, last).squeeze(1)
-
-    return rollout.in_micro_batches(read, args)
-
-
-def encode_again(r, tokenizer, other):
-    """Encodes prompts and responses with another tokenizer, its chat template if it has one, and its EOS."""
-    rows = []
-    for row, prompt, response, ended in zip(r.rows, *decode(r, tokenizer), r.ended.tolist()):
-        if isinstance(row["prompt"], list) and other.chat_template:
-            messages = [*row["prompt"], {"role": "assistant", "content": response}]
-            ids = encode([render_answer(messages, row, other)], other, is_chat=True)[0]
-        else:
-            ids = np.append(encode([prompt + response], other)[0], other.eos_token_id)
-        rows.append(ids if ended else ids[:-1])
-    return rows
-
-
 def decode(r, tokenizer):
     """Prompts and responses as texts, without special tokens. A response is decoded behind its prompt, since
     SentencePiece drops a first space; in conversations, without the white space that some templates write around it."""
@@ -682,21 +614,6 @@ def decode(r, tokenizer):
         text = tokenizer.decode(ids, skip_special_tokens=True).removeprefix(prompts[-1])
         responses.append(text.strip() if isinstance(row["prompt"], list) else text)
     return prompts, responses
-
-
-def load_reward_fns(args, reward_model):
-    """The rewards of --reward-fn by name, each a function of (rollout, tokenizer, args)."""
-    reward_fns = {}
-    for spec in args.reward_fn:
-        file, _, name = spec.rpartition(":")
-        require(file or name == "reward_model", f"--reward-fn {spec}: should be file.py:name, or reward_model")
-        require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
-        reward_fns[name] = partial(model_reward, reward_model)
-        if file:
-            reward_fns[name] = partial(function_reward, load_function(file, name))
-    is_one_each = len(args.reward_weights or reward_fns) == len(reward_fns)
-    require(is_one_each, "--reward-weights needs one number for each function of --reward-fn")
-    return reward_fns
 
 
 def load_function(file, name):
@@ -712,7 +629,7 @@ def function_reward(function, rollout, tokenizer, args):
     """(B,) rewards of a user's function, with TRL's signature: f(prompts, completions, **columns) -> numbers or None.
 
     All arguments are lists with one value per row: prompts, prompts_text (as the policy read them), completions (like
-    the prompts, texts or messages), completion_ids, and the columns of the dataset. A process passes its share of rows.
+    the prompts, texts or messages), completion_ids, ended, and the dataset's columns. A process passes its share.
     """
     r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=args.device))
     columns = {name: [deepcopy(row[name]) for row in r.rows] for name in r.rows[0]}
@@ -720,6 +637,7 @@ def function_reward(function, rollout, tokenizer, args):
     columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
     columns["completions"] = decode(r, tokenizer)[1]
     columns["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses, r.mask)]
+    columns["ended"] = r.ended.tolist()
     if isinstance(columns["prompt"][0], list):
         columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
     with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
@@ -890,28 +808,6 @@ def add_adapter(model, args, task_type):
 
     set_seed(args.seed)  # all processes draw the same adapters
     model.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type=task_type))
-
-
-@contextmanager
-def adapter_off(policy, reference):
-    """With LoRA, the policy is the reference while its adapter is off, within this context."""
-    if reference is policy:
-        policy.disable_adapters()
-    yield
-    if reference is policy:
-        policy.enable_adapters()
-
-
-class Head(nn.Linear):
-    def __init__(self, weight, bias=0.0):
-        super().__init__(weight.shape[1], 1)
-        self.weight = nn.Parameter(weight.detach().clone())
-        nn.init.constant_(self.bias, bias)
-
-    def forward(self, states):
-        """A linear head (D -> 1) in float32, also under autocast: bfloat16 is too coarse for a value or a reward."""
-        with torch.autocast(states.device.type, enabled=False):
-            return super().forward(states.float())
 
 
 class OneTypeCache(StaticCache):

@@ -73,7 +73,7 @@ KEEP_MEMORY = (  # glibc keeps freed memory, as in our scripts: this halves the 
 )
 ONLINE = {  # settings that have the same name in TRL 0.16.1
     "ppo": "cliprange_value vf_coef gamma lam whiten_rewards",
-    "rloo": "rloo_k normalize_reward reward_clip_range normalize_advantage",
+    "rloo": "rloo_k",
     "both": "seed learning_rate num_mini_batches num_ppo_epochs response_length temperature kl_coef cliprange "
     "weight_decay missing_eos_penalty lr_scheduler_type adam_epsilon local_rollout_forward_batch_size",
 }

@@ -1,5 +1,6 @@
-"""A reward model as a reward function, for grpo.py. (ppo.py and rloo.py read one themselves, with --reward-model.)
+"""A reward model as a reward function, for rloo.py and grpo.py (ppo.py reads one itself: its critic starts from it).
 
+python rloo.py --model ./sft --dataset prompts.jsonl --reward-model ./reward_model
 REWARD_MODEL=./reward_model python grpo.py --model ./sft --dataset prompts.jsonl --reward-fn rewards/model.py:score
 """
 
@@ -26,19 +27,20 @@ def load() -> tuple:
 
 
 @torch.no_grad()
-def score(prompts: list, completions: list, **columns) -> list[float]:
-    """The reward of each prompt with its completion, read at EOS, or in a chat where the answer's turn ends. An answer
-    that was cut off is read as if it had ended."""
+def score(prompts: list, completions: list, ended: list[bool], **columns) -> list[float]:
+    """The reward of each prompt with its completion, read at the last token: at EOS, or in a chat where the answer's
+    turn ends. An answer without a stop token has no such token here either."""
     tokenizer, model = load()
     bias = getattr(model.config, "reward_bias", 0.0)  # the shift that reward_model.py stores if the model has no bias
     rows = []
-    for prompt, completion in zip(prompts, completions):
+    for prompt, completion, has_end in zip(prompts, completions, ended):
         if isinstance(prompt, list):
             text = tokenizer.apply_chat_template(prompt + completion, tokenize=False)
-            rows.append(tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"])
+            ids = tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"]
         else:
             ids = tokenizer(prompt + completion)["input_ids"]
-            rows.append(ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id])
+            ids = ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+        rows.append(ids if has_end else ids[:-1])
     scores = []
     for start in range(0, len(rows), BATCH_SIZE):
         part = {"input_ids": rows[start : start + BATCH_SIZE]}

@@ -21,8 +21,7 @@ from make_fork import PAGES, apply, main, read_diffs, script_of  # noqa: E402
 DIFFS = {page: read_diffs(text_of(page)) for page in ("docs/fork.md", "docs/diffs/questions.md")}
 OF_PPO = DIFFS["docs/fork.md"]
 USED = {("docs/fork.md", name, script) for name in OF_PPO for script in (script_of(OF_PPO[name]), "ppo.py")}
-USED -= {("docs/fork.md", "A reward", "ppo.py")}  # which has --reward-fn
-USED |= {("docs/fork.md", "Sharding", "rloo.py")}
+USED -= {("docs/fork.md", name, "ppo.py") for name in ("A reward", "REINFORCE++'s normalisation")}  # it has no place
 USED |= {("docs/diffs/questions.md", name, "lecture/grpo.py") for name in DIFFS["docs/diffs/questions.md"]}
 MODELS = dict(model=f"{ROOT}/toy/sft", reward_model=f"{ROOT}/toy/reward_model")
 RUNS = record.runs_of_group("questions")

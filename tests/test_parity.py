@@ -19,6 +19,7 @@ objective/scores, which are the normalised ones.
 """
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,12 +28,16 @@ import torch
 import torch.nn.functional as F
 from runs import NAMES, run, script, watch
 from safetensors.torch import load_file
+from sources import ROOT, load, text_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import ppo
+
+sys.path.insert(0, str(ROOT / "tools"))
+from make_fork import apply, read_diffs  # noqa: E402
 
 FOLDER = Path(__file__).parent / "golden"
 TRL = json.loads((FOLDER / "trl016_update.json").read_text())
@@ -182,16 +187,20 @@ def update(monkeypatch, folder, case):
     """One update by train(), of whichever script the case names: what TRL did, and what was noted and left behind."""
     trl = read(case)
     module = script(case.split("_")[0])
+    if trl.settings.get("normalize_reward"):
+        diff = read_diffs(text_of("docs/fork.md"), "rloo.py")["REINFORCE++'s normalisation"]
+        (folder / "fork.py").write_text(apply(diff, text_of("rloo.py")))
+        module = load(folder / "fork.py", "forked")
     policy, reference, value, reward = load_models(trl)
     world = write_world(folder, trl, reference, reward)
     watch = Watch(monkeypatch, module, trl, policy, value)
     if module is ppo:
-        load = ppo.load_models
+        load_all = ppo.load_models
         put_critic = lambda policy, reference, critic, *others: (policy, reference, value, *others)  # noqa: E731
-        monkeypatch.setattr(ppo, "load_models", lambda args: put_critic(*load(args)))
+        monkeypatch.setattr(ppo, "load_models", lambda args: put_critic(*load_all(args)))
     if module is ppo and "eos" in case:
         put_score_one_further(monkeypatch)
-    settings = {name: x for name, x in trl.settings.items() if name != "reference"}
+    settings = {name: x for name, x in trl.settings.items() if hasattr(module.Args, name)}
     settings |= world
     settings["missing_eos_penalty"] = settings["missing_eos_penalty"] or 0.0
     settings["max_grad_norm"] = 1e9

@@ -109,7 +109,7 @@ def test_what_a_function_is_given(name, is_chat, tmp_path, write):
     tokenizer = transformers.AutoTokenizer.from_pretrained({str(tmp_path / "model")!r})
     is_chat = {is_chat}
 
-    def f(prompts, completions, completion_ids, prompts_text, prompt, n, facts, missing=3, **others):
+    def f(prompts, completions, completion_ids, ended, prompts_text, prompt, n, facts, missing=3, **others):
         assert missing == 3 and list(others) == ["answer"] and prompt == prompts
         for i, number in enumerate(n):
             text = f"The film {{number}}"
