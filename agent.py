@@ -557,6 +557,7 @@ def load_models(args):
     policy.generation_config.eos_token_id = policy.stop_token_ids  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
     file, _, name = args.env.rpartition(":")
+    require(Path(file).is_file(), f"--env {args.env}: should be file.py:name, of a file that exists")
     policy.environment = load_function(file, name)
     reference = deepcopy(policy).requires_grad_(False) if args.beta else None
     if args.lora_r:

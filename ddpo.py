@@ -552,7 +552,8 @@ def load_image_rewards(args):
     reward_fns = {}
     for spec in args.reward_fn:
         file, _, name = spec.rpartition(":")
-        require(file and name not in reward_fns, f"--reward-fn {spec}: should be file.py:name, each with another name")
+        is_new = Path(file).is_file() and name not in reward_fns
+        require(is_new, f"--reward-fn {spec}: should be file.py:name, of a file that exists, each with another name")
         reward_fns[name] = load_function(file, name)
     is_one_each = len(args.reward_weights) in (0, len(reward_fns))
     require(is_one_each, "--reward-weights should have one number for each function of --reward-fn")

@@ -672,7 +672,7 @@ def load_functions(args):
     reward_fns = {}
     for spec in args.reward_fn:
         file, _, name = spec.rpartition(":")
-        require(file, f"--reward-fn {spec}: should be file.py:name")
+        require(Path(file).is_file(), f"--reward-fn {spec}: should be file.py:name, of a file that exists")
         require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
         reward_fns[name] = partial(function_reward, load_function(file, name))
     is_one_each = len(args.reward_weights or reward_fns) == len(reward_fns)

@@ -683,7 +683,8 @@ def load_reward_fns(args, reward_model):
     reward_fns = {}
     for spec in args.reward_fn:
         file, _, name = spec.rpartition(":")
-        require(file or name == "reward_model", f"--reward-fn {spec}: should be file.py:name, or reward_model")
+        is_known = Path(file).is_file() or spec == "reward_model"
+        require(is_known, f"--reward-fn {spec}: should be file.py:name, of a file that exists, or reward_model")
         require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
         reward_fns[name] = partial(model_reward, reward_model)
         if file:

@@ -175,8 +175,8 @@ def test_an_environment_may_spoil_its_row(tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_agent_discovers_binary_search(tmp_path):
-    """In two thirds of the run of docs/agent.md."""
-    first, *_, last = run(agent, tmp_path, total_episodes=512 * 66, learning_rate=2e-3)
-    assert first["turns"] > 4
-    assert last["turns"] < 3.8 and last["ended"] > 0.95
+def test_agent_learns(tmp_path):
+    """The mean reward of the last four of twelve updates less that of the first four was .07 (one seed); with the
+    advantages' sign turned, -.35."""
+    rewards = [line["reward"] for line in run(agent, tmp_path, total_episodes=512 * 12, learning_rate=2e-3)]
+    assert sum(rewards[-4:]) / 4 - sum(rewards[:4]) / 4 > 0.03

@@ -381,7 +381,7 @@ def tiny_version(args, made, tmp_path, chats):
     name = args.dataset.removeprefix("data/")
     family = "qwen 2.5" if "Qwen" in args.model or "SmolLM" in args.model or name in chats else None
     changes["model"] = made(family) if family else str(ROOT / "toy/sft")
-    if "reward_model" in getattr(args, "reward_fn", ()):
+    if hasattr(args, "reward_model"):
         changes["reward_model"] = made(family, True) if family else str(ROOT / "toy/reward_model")
     folder = tmp_path / Path(args.dataset).name
     row = ROWS[name][0] if name in ROWS else NATIVE[args.dataset]
@@ -545,6 +545,7 @@ def test_every_task_is_judged_and_no_judge_runs_an_answer(tmp_path):
             assert max(judged(rows, "nonsense")) < 0.5, name
 
 
+@pytest.mark.slow
 def test_mathematical_answers():
     """Equal, however they are written; none without a right answer; and quickly, whatever a policy writes."""
     pytest.importorskip("math_verify")

@@ -105,6 +105,7 @@ def test_evaluation_and_centred_rewards_by_hand(preferences, tmp_path, monkeypat
     assert (shown[:, 0] - shown[:, 1]).tolist() == pytest.approx((chosen - rejected).tolist(), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, more", [("llama", {"eos_dropout": 1.0}), ("plain", {"lora_r": 2})])
 def test_rewards_are_centred_without_a_bias_to_move(kind, more, preferences, tmp_path):
     """A norm without bias, or an adapter that leaves it frozen: the config says the shift, and the model is as good.

@@ -13,7 +13,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from runs import GOLD, NAMES, run, script
+from runs import GOLD, NAMES, run, script, slow_but
 from sources import ROOT, SCRIPTS, defined_in, lines_of, load, nodes_of, source_of, text_of
 
 MARK = "the same text in all scripts"  # in the line after which functions are shared
@@ -73,7 +73,7 @@ def test_packages_named_in_a_script_have_the_versions_of_requirements(file):
     assert {module.split(".")[0] for module in imported} & known <= {package.split("==")[0] for package in named}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(["ppo", "grpo"], NAMES))
 def test_a_scripts_page_names_every_metric(name, tiny, tmp_path):
     settings = tiny[name] | dict(eval_steps=1, beta=0.1, reward_fn=(GOLD,))
     settings = {key: x for key, x in settings.items() if key in vars(script(name).Args())}
