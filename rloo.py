@@ -178,6 +178,7 @@ def train(args):
         # 2. Score
         read_logprobs(policy, reference, rollout, args)
         score_groups(rollout, reward_fns, policy.tokenizer, args)
+
         # 3. Reward
         non_score_reward = -args.kl_coef * rollout.kl.masked_fill(~rollout.mask, 0.0)  # (B, T)
 
@@ -514,7 +515,6 @@ def rollout_stats(rollout, kl_coef):
     groups = rollout.scores.view(-1, rollout.k)  # (B/k, k)
     stats = {
         "objective/kl": kl,
-        "objective/kl_coef": kl_coef,
         "objective/entropy": masked_sum(-rollout.old_logprobs, mask).item() / B,  # from the sampled tokens
         "objective/non_score_reward": -kl_coef * kl,
         "objective/rlhf_reward": score - kl_coef * kl,

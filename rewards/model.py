@@ -5,7 +5,6 @@ REWARD_MODEL=./reward_model python grpo.py --model ./sft --dataset prompts.jsonl
 """
 
 import os
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,23 +13,17 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 MODEL = os.environ.get("REWARD_MODEL", f"{Path(__file__).resolve().parent.parent}/toy/reward_model")  # or a hub name
 BATCH_SIZE = 32  # texts in one forward pass
 
-
-@cache
-def load() -> tuple:
-    """Tokenizer and model; loaded at the first call."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForSequenceClassification.from_pretrained(MODEL, dtype=torch.float32).to(device)
-    assert model.config.num_labels == 1, f"{MODEL} is not a reward model: it has {model.config.num_labels} labels"
-    return tokenizer, model
+tokenizer = AutoTokenizer.from_pretrained(MODEL)
+tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+model = AutoModelForSequenceClassification.from_pretrained(MODEL, dtype=torch.float32)
+assert model.config.num_labels == 1, f"{MODEL} is not a reward model: it has {model.config.num_labels} labels"
+model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @torch.no_grad()
 def score(prompts: list, completions: list, ended: list[bool], **columns) -> list[float]:
     """The reward of each prompt with its completion, read at the last token: at EOS, or in a chat where the answer's
     turn ends. An answer without a stop token has no such token here either."""
-    tokenizer, model = load()
     bias = getattr(model.config, "reward_bias", 0.0)  # the shift that reward_model.py stores if the model has no bias
     rows = []
     for prompt, completion, has_end in zip(prompts, completions, ended):

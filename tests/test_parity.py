@@ -202,6 +202,8 @@ def update(monkeypatch, folder, case):
         put_score_one_further(monkeypatch)
     settings = {name: x for name, x in trl.settings.items() if hasattr(module.Args, name)}
     settings |= world
+    if module is not ppo:
+        settings["reward_fn"] = (f"{ROOT}/rewards/model.py:score",)
     settings["missing_eos_penalty"] = settings["missing_eos_penalty"] or 0.0
     settings["max_grad_norm"] = 1e9
     settings["total_episodes"] = len(trl.queries)
