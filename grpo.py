@@ -708,7 +708,7 @@ def decode(r, tokenizer):
     """Prompts and responses as texts, without special tokens. A response is decoded behind its prompt, since
     SentencePiece drops a first space; in conversations, without the white space that some templates write around it."""
     prompts, responses = [], []
-    for row, ids, real, T in zip(r.rows, *r.joined(), r.mask.sum(1)):
+    for row, ids, real, T in zip(r.rows, *[x.cpu() for x in (*r.joined(), r.mask.sum(1))]):  # the GPU is read once
         ids = ids[real.bool()]
         prompts.append(tokenizer.decode(ids[:-T], skip_special_tokens=True))
         text = tokenizer.decode(ids, skip_special_tokens=True).removeprefix(prompts[-1])
@@ -736,7 +736,7 @@ def function_reward(function, rollout, tokenizer, args):
     columns["prompts"] = columns["prompt"]
     columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
     columns["completions"] = decode(r, tokenizer)[1]
-    columns["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses, r.mask)]
+    columns["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses.cpu(), r.mask.cpu())]
     columns["ended"] = r.ended.tolist()
     if isinstance(columns["prompt"][0], list):
         columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
