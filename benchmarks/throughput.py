@@ -43,6 +43,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -283,6 +284,7 @@ def our_side(revision: str, flags: str, algorithms: list[str], folder: Path) -> 
     name = "tree" if revision == "." else output_of(["git", "rev-parse", "--short", revision]).strip()
     scripts = folder / name
     scripts.mkdir(exist_ok=True)
+    shutil.copytree(ROOT / "rewards", scripts / "rewards", dirs_exist_ok=True)  # rloo.py looks there for its reward
     for file in (f"{algorithm}.py" for algorithm in algorithms):
         text = (ROOT / file).read_text() if revision == "." else output_of(["git", "show", f"{name}:{file}"])
         (scripts / file).write_text(text)

@@ -21,12 +21,12 @@ model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @torch.no_grad()
-def score(prompts: list, completions: list, ended: list[bool], **columns) -> list[float]:
+def score(prompts: list, completions: list, ended: list[bool] | None = None, **columns) -> list[float]:
     """The reward of each prompt with its completion, read at the last token: at EOS, or in a chat where the answer's
-    turn ends. An answer without a stop token has no such token here either."""
+    turn ends. An answer without a stop token has no such token here either (TRL does not tell)."""
     bias = getattr(model.config, "reward_bias", 0.0)  # the shift that reward_model.py stores if the model has no bias
     rows = []
-    for prompt, completion, has_end in zip(prompts, completions, ended):
+    for prompt, completion, has_end in zip(prompts, completions, ended or [True] * len(prompts)):
         if isinstance(prompt, list):
             text = tokenizer.apply_chat_template(prompt + completion, tokenize=False)
             ids = tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"]
