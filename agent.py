@@ -218,7 +218,9 @@ class Rollout:
 
     def joined(self):
         """Ids and attention mask (B, P+T) of prompts and streams, as a model reads them."""
-        return torch.cat([self.prompts, self.responses], 1), torch.cat([self.prompt_mask, self.mask], 1).long()
+        ids = torch.cat([self.prompts, self.responses], 1)
+        mask = torch.cat([self.prompt_mask, self.mask], 1)
+        return ids, mask.long()
 
     def select(self, index):
         """Selects episodes by row number, without columns that are padding in all of them. Widths are rounded up to
@@ -242,17 +244,13 @@ class Rollout:
 
     @torch.no_grad()
     def in_micro_batches(self, function, args):
-        """Applies a function without gradient to micro-batches of b episodes. Joins its results, (b, T) or (b,)."""
-        micro_batches = self.micro_batches(torch.arange(len(self.mask), device=args.device), args)
-        parts = []
-        for index in micro_batches:
+        """Applies a function without gradient to micro-batches of b episodes. Joins its results (b, T) to (B, T)."""
+        joined = torch.zeros(self.mask.shape, device=args.device)
+        for index in self.micro_batches(torch.arange(len(joined), device=args.device), args):
             with autocast(args):
                 x = function(self.select(index))
-            parts.append(F.pad(x, (0, self.mask.shape[1] - x.shape[1])) if x.dim() == 2 else x)
-        share = torch.cat(parts)
-        result = share.new_zeros(len(self.mask), *share.shape[1:])
-        result[torch.cat(micro_batches)] = share
-        return all_reduce(result)  # a sum: each process has zeros in the rows of the others
+            joined[index, : x.shape[1]] = x
+        return all_reduce(joined)  # a sum: each process has zeros in the rows of the others
 
 
 def forward(model, input_ids, attention_mask, **options):
@@ -584,7 +582,8 @@ def choose_sizes(args, policy, prompts):
     require(fits, f"{args.batch_size} episodes are no multiple of {parts} (group, mini-batches x processes)")
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    print(f"{num_updates} updates of {args.batch_size} episodes, {rows} at a time")
+    per_prompt = num_updates * args.batch_size / len(prompts)
+    print(f"{num_updates} updates of {args.batch_size} episodes, {rows} at a time; {per_prompt:.1f} for each prompt")
     sizes = {"learning_rate": rate, "micro_batch_size": rows}
     sizes["local_rollout_forward_batch_size"] = args.local_rollout_forward_batch_size or 4 * rows
     return replace(args, **sizes)

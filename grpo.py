@@ -222,7 +222,9 @@ class Rollout:
 
     def joined(self):
         """Ids and attention mask (B, P+T) of prompts and responses, as a model reads them."""
-        return torch.cat([self.prompts, self.responses], 1), torch.cat([self.prompt_mask, self.mask], 1).long()
+        ids = torch.cat([self.prompts, self.responses], 1)
+        mask = torch.cat([self.prompt_mask, self.mask], 1)
+        return ids, mask.long()
 
     def select(self, index):
         """Selects episodes by row number, without columns that are padding in all of them. Widths are rounded up to
@@ -249,17 +251,13 @@ class Rollout:
 
     @torch.no_grad()
     def in_micro_batches(self, function, args):
-        """Applies a function without gradient to micro-batches of b episodes. Joins its results, (b, T) or (b,)."""
-        micro_batches = self.micro_batches(torch.arange(len(self.mask), device=args.device), args)[RANK::WORLD_SIZE]
-        parts = []
-        for index in micro_batches:
+        """Applies a function without gradient to micro-batches of b episodes. Joins its results (b, T) to (B, T)."""
+        joined = torch.zeros(self.mask.shape, device=args.device)
+        for index in self.micro_batches(torch.arange(len(joined), device=args.device), args)[RANK::WORLD_SIZE]:
             with autocast(args):
                 x = function(self.select(index))
-            parts.append(F.pad(x, (0, self.mask.shape[1] - x.shape[1])) if x.dim() == 2 else x)
-        share = torch.cat(parts)
-        result = share.new_zeros(len(self.mask), *share.shape[1:])
-        result[torch.cat(micro_batches)] = share
-        return all_reduce(result)  # a sum: each process has zeros in the rows of the others
+            joined[index, : x.shape[1]] = x
+        return all_reduce(joined)  # a sum: each process has zeros in the rows of the others
 
 
 def response_mask(responses, stop_token_ids):
@@ -698,22 +696,24 @@ def choose_sizes(args, policy, prompts, k):
     require(args.batch_size % parts == 0, f"{args.batch_size} responses are no multiple of {parts}: see --batch-size")
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    print(f"{num_updates} updates of {args.batch_size} responses, {rows} at a time")
+    per_prompt = num_updates * args.batch_size / len(prompts)
+    print(f"{num_updates} updates of {args.batch_size} responses, {rows} at a time; {per_prompt:.1f} for each prompt")
     return replace(args, learning_rate=rate, micro_batch_size=rows)
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
 # --- Rewards ----------------------------------------------------------------------------------------------------------
 def decode(r, tokenizer):
-    """Prompts and responses as texts, without special tokens. A response is decoded behind its prompt, since
-    SentencePiece drops a first space; in conversations, without the white space that some templates write around it."""
-    prompts, responses = [], []
-    for row, ids, real, T in zip(r.rows, *[x.cpu() for x in (*r.joined(), r.mask.sum(1))]):  # the GPU is read once
-        ids = ids[real.bool()]
-        prompts.append(tokenizer.decode(ids[:-T], skip_special_tokens=True))
-        text = tokenizer.decode(ids, skip_special_tokens=True).removeprefix(prompts[-1])
-        responses.append(text.strip() if isinstance(row["prompt"], list) else text)
-    return prompts, responses
+    """Responses as texts, without special tokens. A response is decoded behind its prompt, since SentencePiece drops a
+    first space; in conversations, without the white space that some templates write around it."""
+    P = r.prompts.shape[1]
+    ids, mask = (x.cpu() for x in r.joined())  # the GPU is read once, not for each row
+    texts = []
+    for row, episode, real in zip(r.rows, ids, mask.bool()):
+        prompt = tokenizer.decode(episode[:P][real[:P]], skip_special_tokens=True)
+        text = tokenizer.decode(episode[real], skip_special_tokens=True).removeprefix(prompt)
+        texts.append(text.strip() if isinstance(row["prompt"], list) else text)
+    return texts
 
 
 def load_function(file, name):
@@ -735,7 +735,7 @@ def function_reward(function, rollout, tokenizer, args):
     columns = {name: [deepcopy(row[name]) for row in r.rows] for name in r.rows[0]}
     columns["prompts"] = columns["prompt"]
     columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
-    columns["completions"] = decode(r, tokenizer)[1]
+    columns["completions"] = decode(r, tokenizer)
     columns["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses.cpu(), r.mask.cpu())]
     columns["ended"] = r.ended.tolist()
     if isinstance(columns["prompt"][0], list):

@@ -167,7 +167,8 @@ def train(args):
     reward_fns = load_reward_fns(args, reward_model)
     prompts = load_prompts(args, policy.tokenizer)
     args = choose_sizes(args, policy, prompts)  # from here on, all sizes are set
-    B, num_updates = args.batch_size, args.total_episodes // args.batch_size
+    B = args.batch_size
+    num_updates = args.total_episodes // B
     passes = range(1 + args.total_episodes // len(prompts))
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
@@ -194,7 +195,8 @@ def train(args):
         score_responses(rollout, reward_fns, policy.tokenizer, args)
 
         # 3. Reward
-        mask, kl_coef = rollout.mask, carry["kl_coef"]
+        mask = rollout.mask
+        kl_coef = carry["kl_coef"]
         rewards = shape_rewards(rollout.scores, rollout.kl, mask, kl_coef)  # (B, T)
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, mask) + rewards[mask].mean() * mask  # with the old mean
@@ -202,7 +204,10 @@ def train(args):
         # 4. Advantage
         advantages, returns = gae(rewards, old_values, mask, args.gamma, args.lam)  # (B, T) each
         advantages = masked_whiten(advantages, mask)
-        rollout.rewards, rollout.values, rollout.advantages, rollout.returns = rewards, old_values, advantages, returns
+        rollout.rewards = rewards
+        rollout.values = old_values
+        rollout.advantages = advantages
+        rollout.returns = returns
 
         # 5. Loss, and 6. update
         stats = update(policy, critic, optimizer, rollout, args)
@@ -240,7 +245,9 @@ class Rollout:
 
     def joined(self):
         """Ids and attention mask (B, P+T) of prompts and responses, as a model reads them."""
-        return torch.cat([self.prompts, self.responses], 1), torch.cat([self.prompt_mask, self.mask], 1).long()
+        ids = torch.cat([self.prompts, self.responses], 1)
+        mask = torch.cat([self.prompt_mask, self.mask], 1)
+        return ids, mask.long()
 
     def select(self, index):
         """Selects episodes by row number, without columns that are padding in all of them. Widths are rounded up to
@@ -264,17 +271,13 @@ class Rollout:
 
     @torch.no_grad()
     def in_micro_batches(self, function, args):
-        """Applies a function without gradient to micro-batches of b episodes. Joins its results, (b, T) or (b,)."""
-        micro_batches = self.micro_batches(torch.arange(len(self.mask), device=args.device), args)
-        parts = []
-        for index in micro_batches:
+        """Applies a function without gradient to micro-batches of b episodes. Joins its results (b, T) to (B, T)."""
+        joined = torch.zeros(self.mask.shape, device=args.device)
+        for index in self.micro_batches(torch.arange(len(joined), device=args.device), args):
             with autocast(args):
                 x = function(self.select(index))
-            parts.append(F.pad(x, (0, self.mask.shape[1] - x.shape[1])) if x.dim() == 2 else x)
-        share = torch.cat(parts)
-        result = share.new_zeros(len(self.mask), *share.shape[1:])
-        result[torch.cat(micro_batches)] = share
-        return all_reduce(result)  # a sum: each process has zeros in the rows of the others
+            joined[index, : x.shape[1]] = x
+        return all_reduce(joined)  # a sum: each process has zeros in the rows of the others
 
 
 def response_mask(responses, stop_token_ids):
@@ -520,7 +523,9 @@ def update(policy, critic, optimizer, rollout, args):
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs =============================
 def rollout_stats(rollout, kl_coef):
     """The metrics of a batch before the update, under TRL's names."""
-    B, mask, score = len(rollout.mask), rollout.mask, rollout.scores.mean().item()
+    mask = rollout.mask
+    B = len(mask)
+    score = rollout.scores.mean().item()
     kl = masked_sum(rollout.kl, mask).item() / B
     returns = rollout.returns[mask]
     residuals = returns - rollout.values[mask]
@@ -569,7 +574,7 @@ def load_models(args):
     policy.generation_config.eos_token_id = policy.stop_token_ids or None  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
     reward_model = load_reward_model(args, policy)
-    if reward_model is not None and reward_model.reads_policy_ids:
+    if reward_model:
         critic = deepcopy(reward_model).requires_grad_(True)  # as in the N+ details
     else:  # a head on a copy of the policy: V starts at 0. In OPT-350m, states have half of hidden_size
         head = Head(torch.zeros(1, policy.get_output_embeddings().weight.shape[1]))
@@ -601,7 +606,8 @@ def choose_sizes(args, policy, prompts):
     require(batch_size % parts == 0, f"{batch_size} responses are no multiple of {parts} (mini-batches x processes)")
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {batch_size}")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    print(f"{num_updates} updates of {batch_size} responses in {args.num_mini_batches} mini-batches, {rows} at a time")
+    per_prompt = num_updates * batch_size / len(prompts)
+    print(f"{num_updates} updates of {batch_size} responses, {rows} at a time; {per_prompt:.1f} for each prompt")
     sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
     sizes["local_rollout_forward_batch_size"] = args.local_rollout_forward_batch_size or 4 * rows
     return replace(args, per_device_train_batch_size=None, **sizes)
@@ -610,18 +616,19 @@ def choose_sizes(args, policy, prompts):
 # === From here on, a function has the same text in all scripts that have it ==========================================
 # --- Rewards ----------------------------------------------------------------------------------------------------------
 def load_reward_model(args, policy):
-    """Loads the reward model; None if --reward-fn does not name it. The bias of its head is the shift that centres the
-    rewards, which reward_model.py stores in the config."""
+    """Loads the reward model; None if --reward-fn does not name it, or its tokens are not the policy's. The bias of its
+    head is the shift that centres the rewards, which reward_model.py stores in the config."""
     if "reward_model" not in args.reward_fn:
+        return None
+    a, b = policy.tokenizer, AutoTokenizer.from_pretrained(args.reward_model)
+    has_same_tokens = a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
+    if not has_same_tokens or b.chat_template not in (None, a.chat_template):
         return None
     model = load_model(AutoModelForSequenceClassification, args.reward_model)
     is_causal = model.config.num_labels == 1 and hasattr(model, "score")
     require(is_causal, f"{args.reward_model} is not a causal model with one label: see rewards/classifier.py")
     model.score = Head(model.score.weight, getattr(model.config, "reward_bias", 0.0))
     model.config.use_cache = False
-    a, b = policy.tokenizer, model.tokenizer
-    has_same_tokens = a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
-    model.reads_policy_ids = has_same_tokens and b.chat_template in (None, a.chat_template)
     return model.requires_grad_(False)
 
 
@@ -640,42 +647,27 @@ def score_responses(rollout, reward_fns, tokenizer, args):
 
 
 def model_reward(model, rollout, tokenizer, args):
-    """(B,) rewards of a reward model. With another tokenizer or chat template, it reads the texts encoded again."""
+    """(B,) rewards of a reward model: its head at the last token of each episode."""
 
     def read(r):
-        """The head at the last token of each episode (b,)."""
         ids, mask = r.joined()
-        if not model.reads_policy_ids:
-            ids, mask = pad(encode_again(r, tokenizer, model.tokenizer), model.tokenizer, args)
-        last = mask.long().cumsum(1).argmax(1, keepdim=True)  # (b, 1) where all real tokens are counted
-        return read_head(model, ids, mask.long()).gather(1, last).squeeze(1)
+        last = mask.cumsum(1).argmax(1, keepdim=True)  # (b, 1) where all real tokens are counted
+        return read_head(model, ids, mask).gather(1, last)  # (b, 1)
 
-    return rollout.in_micro_batches(read, args)
-
-
-def encode_again(r, tokenizer, other):
-    """Encodes prompts and responses with another tokenizer, its chat template if it has one, and its EOS."""
-    rows = []
-    for row, prompt, response, ended in zip(r.rows, *decode(r, tokenizer), r.ended.tolist()):
-        if isinstance(row["prompt"], list) and other.chat_template:
-            messages = [*row["prompt"], {"role": "assistant", "content": response}]
-            ids = encode([render_answer(messages, row, other)], other, is_chat=True)[0]
-        else:
-            ids = np.append(encode([prompt + response], other)[0], other.eos_token_id)
-        rows.append(ids if ended else ids[:-1])
-    return rows
+    return rollout.in_micro_batches(read, args)[:, 0]
 
 
 def decode(r, tokenizer):
-    """Prompts and responses as texts, without special tokens. A response is decoded behind its prompt, since
-    SentencePiece drops a first space; in conversations, without the white space that some templates write around it."""
-    prompts, responses = [], []
-    for row, ids, real, T in zip(r.rows, *[x.cpu() for x in (*r.joined(), r.mask.sum(1))]):  # the GPU is read once
-        ids = ids[real.bool()]
-        prompts.append(tokenizer.decode(ids[:-T], skip_special_tokens=True))
-        text = tokenizer.decode(ids, skip_special_tokens=True).removeprefix(prompts[-1])
-        responses.append(text.strip() if isinstance(row["prompt"], list) else text)
-    return prompts, responses
+    """Responses as texts, without special tokens. A response is decoded behind its prompt, since SentencePiece drops a
+    first space; in conversations, without the white space that some templates write around it."""
+    P = r.prompts.shape[1]
+    ids, mask = (x.cpu() for x in r.joined())  # the GPU is read once, not for each row
+    texts = []
+    for row, episode, real in zip(r.rows, ids, mask.bool()):
+        prompt = tokenizer.decode(episode[:P][real[:P]], skip_special_tokens=True)
+        text = tokenizer.decode(episode[real], skip_special_tokens=True).removeprefix(prompt)
+        texts.append(text.strip() if isinstance(row["prompt"], list) else text)
+    return texts
 
 
 def load_reward_fns(args, reward_model):
@@ -686,9 +678,13 @@ def load_reward_fns(args, reward_model):
         is_known = Path(file).is_file() or spec == "reward_model"
         require(is_known, f"--reward-fn {spec}: should be file.py:name, of a file that exists, or reward_model")
         require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
-        reward_fns[name] = partial(model_reward, reward_model)
         if file:
             reward_fns[name] = partial(function_reward, load_function(file, name))
+        elif reward_model:
+            reward_fns[name] = partial(model_reward, reward_model)
+        else:  # a reward model with another tokenizer is a function, which reads the texts
+            os.environ["REWARD_MODEL"] = args.reward_model
+            reward_fns[name] = partial(function_reward, load_function(TOY.parent / "rewards/model.py", "score"))
     is_one_each = len(args.reward_weights or reward_fns) == len(reward_fns)
     require(is_one_each, "--reward-weights needs one number for each function of --reward-fn")
     return reward_fns
@@ -713,7 +709,7 @@ def function_reward(function, rollout, tokenizer, args):
     columns = {name: [deepcopy(row[name]) for row in r.rows] for name in r.rows[0]}
     columns["prompts"] = columns["prompt"]
     columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
-    columns["completions"] = decode(r, tokenizer)[1]
+    columns["completions"] = decode(r, tokenizer)
     columns["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses.cpu(), r.mask.cpu())]
     columns["ended"] = r.ended.tolist()
     if isinstance(columns["prompt"][0], list):

@@ -314,8 +314,8 @@ def update(policy, optimizer, batch, args):
 
 
 def micro_batches(texts, args):
-    """Splits texts into this process's micro-batches. A sharded model needs equally many in each process, so copies of
-    the first text, without labels, fill up the last ones."""
+    """Splits texts into this process's micro-batches. Copies of the first text, without labels, fill up the last ones:
+    every process has equally many."""
     ids, is_label = texts[0]
     texts = texts + [(ids, np.zeros_like(is_label))] * (-len(texts) % WORLD_SIZE)
     share = texts[RANK::WORLD_SIZE]

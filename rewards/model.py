@@ -1,10 +1,11 @@
-"""A reward model as a reward function, for rloo.py and grpo.py (ppo.py reads one itself: its critic starts from it).
+"""A reward model as a reward function. ppo.py needs it only for a model with another tokenizer than the policy's.
 
 python rloo.py --model ./sft --dataset prompts.jsonl --reward-model ./reward_model
 REWARD_MODEL=./reward_model python grpo.py --model ./sft --dataset prompts.jsonl --reward-fn rewards/model.py:score
 """
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -15,8 +16,10 @@ BATCH_SIZE = 32  # texts in one forward pass
 
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+ADDS_EOS = tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id  # some tokenizers write it after each text
 model = AutoModelForSequenceClassification.from_pretrained(MODEL, dtype=torch.float32)
-assert model.config.num_labels == 1, f"{MODEL} is not a reward model: it has {model.config.num_labels} labels"
+if model.config.num_labels != 1 or not hasattr(model, "score"):
+    sys.exit(f"error: {MODEL} is not a causal model with one label: see rewards/classifier.py")
 model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -32,7 +35,7 @@ def score(prompts: list, completions: list, ended: list[bool] | None = None, **c
             ids = tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"]
         else:
             ids = tokenizer(prompt + completion)["input_ids"]
-            ids = ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+            ids = ids if ADDS_EOS else [*ids, tokenizer.eos_token_id]
         rows.append(ids if has_end else ids[:-1])
     scores = []
     for start in range(0, len(rows), BATCH_SIZE):

@@ -226,7 +226,8 @@ def answer_all(policy, rows, seed, args, texts=()):
     for i in tqdm(range(0, len(rows), args.batch_size), desc=policy.name_or_path, dynamic_ncols=True):
         batch, given = rows[i : i + args.batch_size], texts[i : i + args.batch_size]
         rollout = as_rollout(given, batch, policy, settings) if given else ppo.sample_batch(policy, batch, settings)
-        prompts, responses = ppo.decode(rollout, policy.tokenizer)
+        prompts = [policy.tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in batch]
+        responses = ppo.decode(rollout, policy.tokenizer)
         if reward and any(text.strip() != read.strip() for text, read in zip(given, responses)):
             warn(f"the reward reads reference texts as the tokenizer of {args.model} spells them, which changes some")
         scores = reward(rollout).tolist() if reward else [math.nan] * len(batch)

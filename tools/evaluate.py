@@ -102,7 +102,7 @@ def evaluate(args):
         else:
             r = ppo.sample_batch(policy, batch, settings)
             written = r.mask
-            texts += ppo.decode(r, policy.tokenizer)[1]
+            texts += ppo.decode(r, policy.tokenizer)
         part = {spec: reward(r) for spec, reward in rewards.items()}  # 2
         require(not any(x.isinf().any() for x in part.values()), "a reward is infinite")
         if reference is not None:  # 3
@@ -231,13 +231,17 @@ def load_reward(spec, policy, settings):
     if ":" in spec:
         function = load_function(spec)
         return lambda r: ppo.function_reward(function, r, policy.tokenizer, settings)
+    settings = replace(settings, reward_model=find(spec), reward_fn=("reward_model",))
     with reading(spec):
-        model = ppo.load_reward_model(replace(settings, reward_model=find(spec)), policy)
-    ppo.place(model, settings)
+        model = ppo.load_reward_model(settings, policy)  # None if it has another tokenizer
+        read = ppo.load_reward_fns(settings, model)["reward_model"]
+    if model:
+        ppo.place(model, settings)
 
     def reward(r):
-        check_length(model, r.joined()[1].sum(1).max().item())
-        return ppo.model_reward(model, r, policy.tokenizer, settings)
+        if model:
+            check_length(model, r.joined()[1].sum(1).max().item())
+        return read(r, policy.tokenizer, settings)
 
     return reward
 
