@@ -1,10 +1,9 @@
 """docs/fork.md and docs/diffs/questions.md: their diffs fit the short files and scripts, and do what the pages say."""
 
-import os
 import shutil
-import subprocess
 import sys
 
+import on_many_processes
 import pytest
 import torch
 from runs import assert_close_runs, assert_same_run, run, slow_but, untimed, watch, words_of, write_rows
@@ -170,20 +169,23 @@ def test_moving_average(train, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "options"), [(2, dict(lora_r=4)), (3, {})])
-def test_sharding(stage, options, tmp_path, tiny):
-    """Two processes compute what one does; at stage 3 they come to the same bits from a checkpoint."""
-    fork, environment = write_fork(tmp_path, "Sharding"), os.environ | dict(TMPDIR=str(tmp_path))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", fork]
+def test_sharding(tmp_path, tiny, monkeypatch):
+    """Two processes compute what one does, at stages 2 and 3; from a checkpoint they come to the same bits."""
+    write_fork(tmp_path, "Sharding").rename(tmp_path / "sharded.py")
+    monkeypatch.syspath_prepend(tmp_path)
     settings = dict(total_episodes=16, learning_rate=1e-3, adam_epsilon=1e-3, save_steps=1, save_total_limit=2)
-    settings = tiny["ppo"] | MODELS | settings | options
-    run(ppo, tmp_path / "one", **settings)
-    alone = dict(device="cpu", num_sample_generations=0, zero_stage=stage, output_dir=tmp_path / "two")
-    subprocess.run([*command, *words_of(**settings, **alone)], env=environment, check=True)
-    assert_close_runs(tmp_path / "one", tmp_path / "two", rel=1e-4)
-    if stage == 2:
-        return
-    shutil.copytree(tmp_path / "two", tmp_path / "again")
+    settings = tiny["ppo"] | MODELS | settings
+    stages = {2: dict(lora_r=4), 3: {}}
+    jobs = []
+    for stage, options in stages.items():
+        run(ppo, tmp_path / f"alone-{stage}", **settings, **options)
+        sharded = dict(device="cpu", num_sample_generations=0, zero_stage=stage, output_dir=tmp_path / f"both-{stage}")
+        jobs.append(["sharded", words_of(**settings, **options, **sharded)])
+    on_many_processes.wait(on_many_processes.start(jobs, tmp_path), tmp_path)
+    for stage in stages:
+        assert_close_runs(tmp_path / f"alone-{stage}", tmp_path / f"both-{stage}", rel=1e-4)
+    shutil.copytree(tmp_path / "both-3", tmp_path / "again")
     (tmp_path / "again/checkpoints/step-00000002.pt").unlink()
-    subprocess.run([*command, "--resume", tmp_path / "again"], env=environment, check=True)
-    assert_same_run(tmp_path / "again", tmp_path / "two")
+    jobs = [["sharded", ["--resume", str(tmp_path / "again")]]]
+    on_many_processes.wait(on_many_processes.start(jobs, tmp_path), tmp_path)
+    assert_same_run(tmp_path / "again", tmp_path / "both-3")

@@ -50,7 +50,7 @@ def kept(name, folder, **settings):
     return sum(sizes)
 
 
-@pytest.mark.parametrize("name", slow_but(["ppo", "sft"], ON_TOKENS))
+@pytest.mark.parametrize("name", slow_but(["ppo"], ON_TOKENS))
 def test_a_batch_may_be_cut_anyhow_and_recomputed(name, whole, settings_of, tmp_path):
     """Micro-batches of three of eight rows, in rollout and update; activations that are computed again."""
     settings = settings_of(name) | dict(micro_batch_size=3, gradient_checkpointing=True)
@@ -61,7 +61,7 @@ def test_a_batch_may_be_cut_anyhow_and_recomputed(name, whole, settings_of, tmp_
     assert size < 0.8 * whole(name)[1]
 
 
-@pytest.mark.parametrize("name", slow_but(["ppo", "sft"], ON_TOKENS))
+@pytest.mark.parametrize("name", slow_but(["ppo"], ON_TOKENS))
 def test_padding_may_hold_any_token(name, settings_of, tmp_path):
     """Runs with another padding token, EOS, are the same, bit for bit: nothing that padding holds reaches a number."""
     settings = settings_of(name)
