@@ -2,22 +2,31 @@
 
     python tests/plant_faults.py ppo.py tests/test_additions.py tests/test_parity.py --number 50 --seed 1
     python tests/plant_faults.py ppo.py tests/test_loss.py --function policy_loss    # whatever can be turned in there
+    python tests/plant_faults.py ppo.py tests -m "slow or not slow"                  # other flags are pytest's
 
 A fault is a small change somewhere in the syntax tree: an operator turned, a constant changed, arguments exchanged, a
 keyword argument, a sign or a statement left out. For each the tests run in a copy of the repository, up to the first
-that fails. Some faults change nothing (`max(1, n)` where n is always larger), so look at each one that lived.
+that fails, or for ten minutes, in a process forked from one that has imported the libraries. Some faults change nothing
+(`max(1, n)` where n is always larger), so look at each one that lived.
 """
 
 import ast
+import multiprocessing
+import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from copy import copy
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+import datasets  # noqa: E402, F401 (imported once, for all processes)
+import diffusers  # noqa: E402, F401
+import pytest  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402, F401
 
 ROOT = Path(__file__).resolve().parent.parent
 TURNED = {
@@ -87,6 +96,14 @@ def faults(text, function):
             yield node.lineno, f"{old}  ->  {new}", (whole[:begin] + new.encode() + whole[end:]).decode()
 
 
+def run_tests(folder, options):
+    """Exits with pytest's code. It prints nothing."""
+    os.chdir(folder)
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    os._exit(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *options]))
+
+
 def main():
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("script")
@@ -94,7 +111,8 @@ def main():
     parser.add_argument("--function", help="plant in this function alone, everything that can be turned")
     parser.add_argument("--number", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    parser.add_argument("--jobs", type=int, default=2)
+    args, options = parser.parse_known_args()
     text = (ROOT / args.script).read_text("utf-8")
     drawn = list(faults(text, args.function))
     if not args.function:
@@ -108,12 +126,18 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             shutil.copytree(ROOT, f"{folder}/x", ignore=shutil.ignore_patterns(".*", "runs", "models", "__pycache__"))
             Path(folder, "x", args.script).write_text(planted, "utf-8")
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *args.tests]
-            code = subprocess.run(command, cwd=f"{folder}/x", capture_output=True).returncode
+            process = multiprocessing.get_context("fork").Process(
+                target=run_tests, args=(f"{folder}/x", args.tests + options)
+            )
+            process.start()
+            process.join(600)
+            process.kill()
+            process.join()
+            code = process.exitcode
         print("LIVES" if code == 0 else f"seen ({code})", f"{args.script}:{line}", change, flush=True)
         return code == 0
 
-    with ThreadPool(2) as pool:
+    with ThreadPool(args.jobs) as pool:
         alive = sum(pool.map(lives, drawn, chunksize=1))
     print(f"{len(drawn) - alive} of {len(drawn)} faults were seen")
     sys.exit(alive > 0)
