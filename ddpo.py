@@ -573,7 +573,7 @@ def load_rows(args, tokenizer):
         import datasets
 
         rows = datasets.load_dataset(args.dataset, split="train").to_list()
-    require(rows, f"--dataset {args.dataset} has no prompts to train on")
+    require(rows, f"--dataset {args.dataset} has no prompts to train on (recipes/data.py converts csv and others)")
     for number, row in enumerate(rows, 1):
         require(isinstance(row.get("prompt"), str), f"row {number} of {args.dataset}: 'prompt' is not a text")
     ids = tokenizer([row["prompt"] for row in rows])["input_ids"]

@@ -767,7 +767,7 @@ def load_prompts(args, tokenizer):
         row["input_ids"] = ids
     prompts = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
     print(f"{len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
-    require(prompts, f"{args.dataset} has no prompts to train on")
+    require(prompts, f"{args.dataset} has no prompts to train on (recipes/data.py converts csv and others)")
     print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
     unknown = tokenizer.unk_token_id if tokenizer.unk_token != tokenizer.eos_token else None
     share = np.mean(np.concatenate([row["input_ids"] for row in prompts]) == unknown)
@@ -801,7 +801,7 @@ def read_rows(name, config, split):
     path = Path(name)
     part, _, end = str(split).partition("[:")
     require(not end or end[:-1].isdigit(), f"{split}: a split is a name, or like train[:9] for its first nine rows")
-    files = [path] if path.is_file() and part == "train" else []
+    files = [path] if path.suffix in (".jsonl", ".parquet") and path.is_file() and part == "train" else []
     files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
     if files and files[0].suffix == ".jsonl":
         with open(files[0], "rb") as lines:

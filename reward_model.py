@@ -427,7 +427,7 @@ def micro_batches(rows, args):
 
 def choose_sizes(args, model, pairs, default_rate):
     """Returns the settings with learning rate and batch sizes filled in, and prints them."""
-    require(pairs, f"--dataset {args.dataset} has no pairs to train on")
+    require(pairs, f"--dataset {args.dataset} has no pairs to train on (recipes/data.py converts csv and others)")
     rate = args.learning_rate or float(f"{default_rate * (10 if args.lora_r else 1):.2g}")
     per_device = args.per_device_train_batch_size
     batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE if per_device else args.batch_size
@@ -467,7 +467,7 @@ def read_rows(name, config, split):
     path = Path(name)
     part, _, end = str(split).partition("[:")
     require(not end or end[:-1].isdigit(), f"{split}: a split is a name, or like train[:9] for its first nine rows")
-    files = [path] if path.is_file() and part == "train" else []
+    files = [path] if path.suffix in (".jsonl", ".parquet") and path.is_file() and part == "train" else []
     files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
     if files and files[0].suffix == ".jsonl":
         with open(files[0], "rb") as lines:

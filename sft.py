@@ -138,7 +138,7 @@ def train(args):
     texts = load_texts(args, args.dataset_train_split, policy.tokenizer, math.inf if args.packing else limit)
     if args.packing and texts:
         texts = pack(texts, limit)
-    require(texts, f"--dataset {args.dataset} has nothing to train on, with --max-length {limit}")
+    require(texts, f"--dataset {args.dataset} has nothing to train on (recipes/data.py converts csv and others)")
     eval_texts = load_texts(args, args.dataset_test_split, policy.tokenizer, limit)
     args = choose_sizes(args, policy, texts)  # from here on, all sizes are set
     B = args.batch_size
@@ -425,7 +425,7 @@ def read_rows(name, config, split):
     path = Path(name)
     part, _, end = str(split).partition("[:")
     require(not end or end[:-1].isdigit(), f"{split}: a split is a name, or like train[:9] for its first nine rows")
-    files = [path] if path.is_file() and part == "train" else []
+    files = [path] if path.suffix in (".jsonl", ".parquet") and path.is_file() and part == "train" else []
     files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
     if files and files[0].suffix == ".jsonl":
         with open(files[0], "rb") as lines:

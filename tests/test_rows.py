@@ -171,6 +171,13 @@ def test_a_line_that_is_no_json_is_refused(tmp_path, start):
         start("sft", tmp_path / "d.jsonl")
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo", "ppo"])
+def test_a_csv_file_is_refused(name, tmp_path, start):
+    (tmp_path / "d.csv").write_text("prompt,answer\nA,B\n")
+    with pytest.raises(SystemExit, match="^error: .*recipes/data"):
+        start(name, tmp_path / "d.csv")
+
+
 # --- Files
 
 
