@@ -14,7 +14,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -38,8 +37,6 @@ sys.path.insert(0, str(ROOT))
 from runs import draw_nothing  # noqa: E402 (it imports torch)
 
 draw_nothing()
-settings.register_profile("tests", deadline=None, derandomize=True, database=None)  # the same on a busy machine
-settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)

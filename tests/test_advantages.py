@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numbers_of_others import MASK, close, golden, randn, spoil
 from runs import run
 
@@ -14,12 +12,11 @@ import rloo
 # --- masked_sum, masked_whiten
 
 
-@settings(max_examples=50)
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 10_000))
-def test_masked_moments_equal_those_of_the_real_tokens(rows, columns, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, columns, generator=generator)
-    mask = torch.rand(rows, columns, generator=generator) < 0.6
+@pytest.mark.parametrize("rows", range(1, 5))
+@pytest.mark.parametrize("columns", range(1, 5))
+def test_masked_moments_equal_those_of_the_real_tokens(rows, columns):
+    x = torch.randn(rows, columns)
+    mask = torch.rand(rows, columns) < 0.6
     mask[0, 0] = True
     spoilt = x.masked_fill(~mask, float("nan"))
     torch.testing.assert_close(ppo.masked_sum(spoilt, mask), x[mask].sum())

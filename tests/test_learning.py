@@ -17,6 +17,7 @@ def test_ppo_learns(tmp_path):
     assert sum(line["rewards/gold_score/mean"] for line in lines[-2:]) / 2 > 0.6
 
 
+@pytest.mark.slow
 def test_sft_learns(tmp_path, part_of):
     """Ten steps from random weights, whose loss is that of an even draw of words: log 3072 = 8.03.
 
