@@ -103,6 +103,7 @@ def curves(axes):
     for panel, title in zip(axes, ("score and gold score", "KL, nats", "share of texts that end")):
         head(panel, title, "texts sampled"), panel.set_ylim(min(0, panel.get_ylim()[0]))
     legend(axes[0], axes[2])
+    axes[0].get_legend().set_loc("lower center")  # beside the points
 
 
 # ---------------------------------------------------------------------------------------------------------------------
