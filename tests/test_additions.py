@@ -77,7 +77,6 @@ EDITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_by_hand(tmp_path, monkeypatch):
     """With prompts that do not divide into batches."""
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines_of_file("toy/data/prompts/train.jsonl")[:11]))

@@ -131,7 +131,9 @@ def test_what_a_function_is_given(name, is_chat, tmp_path, write):
     prompts = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
     answers = ["007", None] * 5
     rows = [dict(prompt=prompts[n], n=n, facts={"n": n}, answer=answers[n]) for n in range(10)]
-    settings = dict(dataset=write_rows(tmp_path / "d.jsonl", rows), model=str(tmp_path / "model"), max_prompt_length=9)
+    limit = len(tokenizer(texts[1])["input_ids"]) + is_chat  # of the shorter prompts
+    settings = dict(dataset=write_rows(tmp_path / "d.jsonl", rows), model=str(tmp_path / "model"))
+    settings["max_prompt_length"] = limit
     for line in train(name, tmp_path, write(code), micro_batch_size=3, total_episodes=24, **settings):
         lengths = [x for key, x in line.items() if key in ("val/response_length", "completions/mean_length")]
         assert line["rewards/f/mean"] == pytest.approx(lengths[0])

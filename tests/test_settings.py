@@ -1,6 +1,7 @@
 """Settings: values and combinations that are refused, the command lines of TRL's pages, and sizes of batches."""
 
 import json
+import sys
 
 import pytest
 from runs import GOLD, NAMES, lines_of, main, run, script, write_rows
@@ -95,3 +96,15 @@ def test_a_command_of_trls_pages_trains(tmp_path):
     args = json.loads((tmp_path / "out/args.json").read_text())
     names = "batch_size rloo_k response_length num_ppo_epochs cliprange kl_coef learning_rate"
     assert [args[name] for name in names.split()] == [64, 4, 6, 2, 0.1, 0.03, 3e-6]
+
+
+def test_ppo_knows_trls_names_of_its_settings(monkeypatch):
+    """Those of 0.7 and 0.16."""
+    flags = "--ppo_epochs 2 --init_kl_coef 0.3 --kl_penalty abs --target 6 --horizon 99 --reward_funcs f.py:f"
+    flags += " --model_name_or_path a --reward_model_path b --dataset_name c --dataset_config_name d"
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *flags.split()])
+    args = script("ppo").read_command_line()
+    assert (args.num_ppo_epochs, args.kl_coef, args.kl_estimator) == (2, 0.3, "abs")
+    assert (args.kl_target, args.kl_horizon) == (6, 99)
+    assert (args.reward_fn, args.model, args.reward_model) == (("f.py:f",), "a", "b")
+    assert (args.dataset, args.dataset_config) == ("c", "d")
