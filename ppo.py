@@ -647,12 +647,13 @@ def score_responses(rollout, reward_fns, tokenizer, args):
 
 
 def model_reward(model, rollout, tokenizer, args):
-    """(B,) rewards of a reward model: its head at the last token of each episode."""
+    """(B,) rewards of a reward model."""
 
     def read(r):
+        """(b, 1) the model's head at the last token of each episode."""
         ids, mask = r.joined()
         last = mask.cumsum(1).argmax(1, keepdim=True)  # (b, 1) where all real tokens are counted
-        return read_head(model, ids, mask).gather(1, last)  # (b, 1)
+        return read_head(model, ids, mask).gather(1, last)
 
     return rollout.in_micro_batches(read, args)[:, 0]
 
