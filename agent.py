@@ -159,7 +159,9 @@ def train(args):
     policy, reference = load_models(args)
     prompts = load_prompts(args, policy.tokenizer)
     args = choose_sizes(args, policy, prompts)  # from here on, all sizes are set
-    B, G, num_updates = args.batch_size, args.num_generations, args.total_episodes // args.batch_size
+    B = args.batch_size
+    G = args.num_generations
+    num_updates = args.total_episodes // args.batch_size
     passes = range(1 + args.total_episodes // (G * len(prompts)))
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
@@ -347,14 +349,15 @@ def play_batch(policy, rows, args):
     """Steps 1 and 2: plays an episode from each row, and adds up the rewards of its turns."""
     prompts, prompt_mask = pad([row["input_ids"] for row in rows], policy.tokenizer, args, "left")  # (B, P)
     uniforms = torch.rand(len(rows), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
-    share = torch.arange(len(rows))[RANK::WORLD_SIZE]
+    share = torch.arange(len(rows)).tensor_split(WORLD_SIZE)[RANK]  # row numbers of this process
     parts = []
     with autocast(args), torch.random.fork_rng(devices=[]):  # games may draw numbers, too
         for index in share.split(args.local_rollout_forward_batch_size):
             some = [rows[i] for i in index]
             part = play(policy, some, prompts[index], prompt_mask[index], uniforms[index], args)
             parts.append(part)
-    rollout = Rollout(prompts, prompt_mask, *[all_gather(torch.cat(x)) for x in zip(*parts)], rows)
+    columns = [all_gather(torch.cat(x)) for x in zip(*parts)]
+    rollout = Rollout(prompts, prompt_mask, *columns, rows)
     rollout.scores = rollout.rewards.sum(1)
     require(rollout.scores.isfinite().all(), "--env: a reward is not a finite number")
     return rollout.select(torch.arange(len(rows), device=prompts.device))  # all rows, without padding columns
@@ -510,7 +513,8 @@ def update(policy, optimizer, rollout, args):
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs ==============================
 def rollout_stats(rollout, G):
     """The metrics of a batch before the update, under TRL's names."""
-    scores, written = rollout.scores, rollout.written
+    scores = rollout.scores
+    written = rollout.written
     is_equal = scores.view(-1, G) == scores[::G, None]  # (B/G, G)
     stats = {
         "reward": scores.mean(),
@@ -592,11 +596,10 @@ def choose_sizes(args, policy, prompts):
 # === From here on, a function has the same text in all scripts that have it ==========================================
 # --- Rewards ----------------------------------------------------------------------------------------------------------
 def load_function(file, name):
-    """Imports a function of a Python file, which finds its neighbours before other modules of their names."""
+    """Imports a function of a Python file, which finds the files beside it."""
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    for neighbour in {path.stem for path in path.parent.glob("*.py")} - sys.stdlib_module_names:
-        sys.modules.pop(neighbour, None)
+    sys.modules.pop(path.stem, None)  # another file may have this name
     return getattr(importlib.import_module(path.stem), name)
 
 
@@ -737,7 +740,6 @@ def load_model(auto_class, name, new_weights=()):
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
     require(not wrong, f"{name} is not a {type(model).__name__}: weights are missing or unexpected: {list(wrong)[:3]}")
-    model.auto_class = auto_class
     model.tokenizer = AutoTokenizer.from_pretrained(name)
     if model.tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
         model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since padding is masked
@@ -805,11 +807,12 @@ def all_reduce(x):
 
 
 def all_gather(x):
-    """All rows (B, ...), from those of each process, RANK, RANK + WORLD_SIZE, ..., as x (B/WORLD_SIZE, ...)."""
-    shares = [x.clone() for _ in range(WORLD_SIZE)]
-    if WORLD_SIZE > 1:
-        dist.all_gather(shares, x.contiguous())
-    return torch.stack(shares, 1).flatten(0, 1)
+    """Joins the rows x (B/WORLD_SIZE, ...) of all processes, in the order of the processes, to (B, ...)."""
+    if WORLD_SIZE == 1:
+        return x
+    shares = [torch.empty_like(x) for _ in range(WORLD_SIZE)]
+    dist.all_gather(shares, x.contiguous())
+    return torch.cat(shares)
 
 
 def place(model, args):
@@ -964,8 +967,7 @@ def save_model(model, folder, args):
     if args.lora_r:
         from peft import PeftModel
 
-        base = model.auto_class.from_pretrained(args.model, dtype=torch.float32)
-        base.config = model.config
+        base = type(model).from_pretrained(args.model, config=model.config, dtype=torch.float32)
         base.generation_config = getattr(model, "generation_config", None)  # with the stop tokens
         PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")

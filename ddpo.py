@@ -306,7 +306,10 @@ def sample_images(chain, examples, noise, args, of="policy"):
     context = chain.encode([row["prompt"] for row in examples], args)  # (b, L, D)
     noise = noise.to(args.device)
     x = noise[:, 0]  # (b, C, H, W)
-    latents, logprobs, kl, ref_means = [x], [], [], []
+    latents = [x]
+    logprobs = []
+    kl = []
+    ref_means = []
     for t, z in zip(chain.timesteps, noise[:, 1:].unbind(1)):
         t = t.expand(len(x))  # (b,)
         prediction = chain.predict(x, t, context, args, of)  # (b, C, H, W)
@@ -330,8 +333,8 @@ def sample_batch(chain, examples, args):
     size = args.sample_batch_size * WORLD_SIZE
     for first in range(0, len(examples), size):
         noise = chain.draw_noise(size)  # on the CPU, for any device
-        share = examples[first : first + size][RANK::WORLD_SIZE]
-        parts.append(sample_images(chain, share, noise[RANK::WORLD_SIZE], args))
+        share = torch.arange(size).tensor_split(WORLD_SIZE)[RANK]
+        parts.append(sample_images(chain, [examples[first + i] for i in share], noise[share], args))
     return parts
 
 
@@ -362,7 +365,7 @@ def score_batch(parts, examples, reward_fns, args):
     rollout.examples = examples
     for name, x in vars(parts[0]).items():
         if isinstance(x, Tensor):
-            setattr(rollout, name, all_gather(torch.cat([getattr(part, name) for part in parts])))
+            setattr(rollout, name, torch.cat([all_gather(getattr(part, name)) for part in parts]))
     require(rollout.rewards.isfinite().all(), "a reward is not finite: it is wrong, or the learning rate is too high")
     weights = rollout.rewards.new_tensor(args.reward_weights or [1.0] * len(reward_fns))
     rollout.scores = (rollout.rewards * weights).sum(1)
@@ -507,7 +510,8 @@ def load_chain(args):
         layers = ["to_k", "to_q", "to_v", "to_out.0"]
         lora = LoraConfig(r=args.lora_r, lora_alpha=args.lora_r, target_modules=layers, init_lora_weights="gaussian")
         policy.requires_grad_(False).add_adapter(lora)
-    N, own = args.sample_num_steps, pipe.scheduler
+    N = args.sample_num_steps
+    own = pipe.scheduler
     config = dict(own.config, _use_default_values=[])  # otherwise DDIM's defaults would replace those of the scheduler
     ddim = diffusers.DDIMScheduler.from_config(config, clip_sample=False)
     is_known = ddim.config.prediction_type in ("epsilon", "sample", "v_prediction") and not ddim.config.thresholding
@@ -520,7 +524,8 @@ def load_chain(args):
             ddim.timesteps = times
         if ddim.timesteps[-1] == 0:
             ddim.num_inference_steps = max(1, N - 1)  # the number of intervals
-    policy.pipe, policy.scheduler = pipe.to(args.device), own  # for save_pipeline
+    policy.pipe = pipe.to(args.device)  # both for save_pipeline
+    policy.scheduler = own
     pipe.scheduler = ddim
     chain = Chain(pipe, policy, reference, ddim.timesteps.to(args.device))
     chain.negative = chain.encode([args.negative_prompts], args)
@@ -601,11 +606,10 @@ def begin(args):
 # === From here on, a function has the same text in all scripts that have it ==========================================
 # --- Rewards, rows and models
 def load_function(file, name):
-    """Imports a function of a Python file, which finds its neighbours before other modules of their names."""
+    """Imports a function of a Python file, which finds the files beside it."""
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    for neighbour in {path.stem for path in path.parent.glob("*.py")} - sys.stdlib_module_names:
-        sys.modules.pop(neighbour, None)
+    sys.modules.pop(path.stem, None)  # another file may have this name
     return getattr(importlib.import_module(path.stem), name)
 
 
@@ -654,11 +658,12 @@ def all_reduce(x):
 
 
 def all_gather(x):
-    """All rows (B, ...), from those of each process, RANK, RANK + WORLD_SIZE, ..., as x (B/WORLD_SIZE, ...)."""
-    shares = [x.clone() for _ in range(WORLD_SIZE)]
-    if WORLD_SIZE > 1:
-        dist.all_gather(shares, x.contiguous())
-    return torch.stack(shares, 1).flatten(0, 1)
+    """Joins the rows x (B/WORLD_SIZE, ...) of all processes, in the order of the processes, to (B, ...)."""
+    if WORLD_SIZE == 1:
+        return x
+    shares = [torch.empty_like(x) for _ in range(WORLD_SIZE)]
+    dist.all_gather(shares, x.contiguous())
+    return torch.cat(shares)
 
 
 def clip_gradient(parameters, max_norm):

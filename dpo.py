@@ -447,11 +447,11 @@ def length_grouped_batches(pairs, args):
 
 
 def micro_batches(rows, args):
-    """This process's rows, RANK, RANK + WORLD_SIZE, ..., micro_batch_size at a time, each with a mask (b,). Processes
-    have equally many, so some repeat one of the first rows: there the mask is false."""
+    """This process's share of the rows, micro_batch_size at a time, each with a mask (b,). Processes have equally many,
+    so the last one may repeat some of the first rows: there the mask is false."""
     n = len(rows)
-    numbers = torch.arange(RANK, n + -n % WORLD_SIZE, WORLD_SIZE)  # n or more: repeated
-    parts = numbers.split(args.micro_batch_size)
+    numbers = torch.arange(n + -n % WORLD_SIZE)  # n or more: repeated
+    parts = numbers.tensor_split(WORLD_SIZE)[RANK].split(args.micro_batch_size)
     return [([rows[i] for i in part % n], (part < n).to(args.device)) for part in parts]
 
 
@@ -579,7 +579,6 @@ def load_model(auto_class, name, new_weights=()):
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
     require(not wrong, f"{name} is not a {type(model).__name__}: weights are missing or unexpected: {list(wrong)[:3]}")
-    model.auto_class = auto_class
     model.tokenizer = AutoTokenizer.from_pretrained(name)
     if model.tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
         model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since padding is masked
@@ -651,11 +650,12 @@ def all_reduce(x):
 
 
 def all_gather(x):
-    """All rows (B, ...), from those of each process, RANK, RANK + WORLD_SIZE, ..., as x (B/WORLD_SIZE, ...)."""
-    shares = [x.clone() for _ in range(WORLD_SIZE)]
-    if WORLD_SIZE > 1:
-        dist.all_gather(shares, x.contiguous())
-    return torch.stack(shares, 1).flatten(0, 1)
+    """Joins the rows x (B/WORLD_SIZE, ...) of all processes, in the order of the processes, to (B, ...)."""
+    if WORLD_SIZE == 1:
+        return x
+    shares = [torch.empty_like(x) for _ in range(WORLD_SIZE)]
+    dist.all_gather(shares, x.contiguous())
+    return torch.cat(shares)
 
 
 def place(model, args):
@@ -810,8 +810,7 @@ def save_model(model, folder, args):
     if args.lora_r:
         from peft import PeftModel
 
-        base = model.auto_class.from_pretrained(args.model, dtype=torch.float32)
-        base.config = model.config
+        base = type(model).from_pretrained(args.model, config=model.config, dtype=torch.float32)
         base.generation_config = getattr(model, "generation_config", None)  # with the stop tokens
         PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")

@@ -333,8 +333,10 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature):
             break
         if len(unfinished) < 0.75 * len(rows):  # copying the cache costs less than computing ended rows
             cache.reorder_cache(unfinished)
-            rows, has_ended = rows[unfinished], has_ended[unfinished]
-            token, attention_mask = token[unfinished], attention_mask[unfinished]
+            rows = rows[unfinished]
+            has_ended = has_ended[unfinished]
+            token = token[unfinished]
+            attention_mask = attention_mask[unfinished]
     mask, ended = response_mask(responses, policy.stop_token_ids)  # false on tokens sampled after the stop token
     return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 
@@ -344,14 +346,14 @@ def sample_batch(policy, rows, k, args):
     rows = [row for row in rows for _ in range(k)]
     prompts, prompt_mask = pad([row["input_ids"] for row in rows], policy.tokenizer, args, "left")  # (B, P)
     uniforms = torch.rand(len(rows), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
-    share = torch.arange(len(rows)).view(-1, k)[RANK::WORLD_SIZE].flatten()
+    share = torch.arange(len(rows)).tensor_split(WORLD_SIZE)[RANK]  # row numbers of this process: whole groups
     parts = []
     with autocast(args):
         for index in share.split(4 * args.micro_batch_size):  # without gradients, there is room for more
             part = sample(policy, prompts[index], prompt_mask[index], uniforms[index], args.temperature)
             parts.append(part)
-    groups = [torch.cat(x).unflatten(0, (-1, k)) for x in zip(*parts)]
-    rollout = Rollout(prompts, prompt_mask, *[all_gather(x).flatten(0, 1) for x in groups], rows, k)
+    columns = [all_gather(torch.cat(x)) for x in zip(*parts)]  # responses, mask, ended, logprobs
+    rollout = Rollout(prompts, prompt_mask, *columns, rows, k)
     return rollout.select(torch.arange(len(rows), device=prompts.device))  # all rows, without padding columns
 
 
@@ -437,10 +439,7 @@ def read_logprobs(policy, reference, rollout, args):
 def score_groups(rollout, reward_fns, tokenizer, args):
     """Adds the rewards (B,) of each function to the rollout, and the scores (B,): the weighted sum of the rewards,
     minus the penalty for a missing stop token. A None counts as 0; if all are None, the score is the group's mean."""
-    groups = torch.arange(len(rollout.mask), device=args.device).view(-1, WORLD_SIZE, rollout.k)
-    order = groups.transpose(1, 2).flatten()  # in which function_reward gives each process whole groups
-    rows = rollout.select(order)
-    rollout.reward_table = {name: f(rows, tokenizer, args)[order.argsort()] for name, f in reward_fns.items()}
+    rollout.reward_table = {name: f(rollout, tokenizer, args) for name, f in reward_fns.items()}
     table = torch.stack(list(rollout.reward_table.values()))  # (functions, B)
     require(not table.isinf().any(), "a function of --reward-fn returned an infinite reward")
     weights = table.new_tensor(args.reward_weights or [1.0] * len(table))
@@ -717,11 +716,10 @@ def decode(r, tokenizer):
 
 
 def load_function(file, name):
-    """Imports a function of a Python file, which finds its neighbours before other modules of their names."""
+    """Imports a function of a Python file, which finds the files beside it."""
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    for neighbour in {path.stem for path in path.parent.glob("*.py")} - sys.stdlib_module_names:
-        sys.modules.pop(neighbour, None)
+    sys.modules.pop(path.stem, None)  # another file may have this name
     return getattr(importlib.import_module(path.stem), name)
 
 
@@ -731,7 +729,8 @@ def function_reward(function, rollout, tokenizer, args):
     All arguments are lists with one value per row: prompts, prompts_text (as the policy read them), completions (like
     the prompts, texts or messages), completion_ids, ended, and the dataset's columns. A process passes its share.
     """
-    r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=args.device))
+    share = torch.arange(len(rollout.mask)).tensor_split(WORLD_SIZE)[RANK]
+    r = rollout.select(share)
     columns = {name: [deepcopy(row[name]) for row in r.rows] for name in r.rows[0]}
     columns["prompts"] = columns["prompt"]
     columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
@@ -883,7 +882,6 @@ def load_model(auto_class, name, new_weights=()):
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
     require(not wrong, f"{name} is not a {type(model).__name__}: weights are missing or unexpected: {list(wrong)[:3]}")
-    model.auto_class = auto_class
     model.tokenizer = AutoTokenizer.from_pretrained(name)
     if model.tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
         model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since padding is masked
@@ -951,11 +949,12 @@ def all_reduce(x):
 
 
 def all_gather(x):
-    """All rows (B, ...), from those of each process, RANK, RANK + WORLD_SIZE, ..., as x (B/WORLD_SIZE, ...)."""
-    shares = [x.clone() for _ in range(WORLD_SIZE)]
-    if WORLD_SIZE > 1:
-        dist.all_gather(shares, x.contiguous())
-    return torch.stack(shares, 1).flatten(0, 1)
+    """Joins the rows x (B/WORLD_SIZE, ...) of all processes, in the order of the processes, to (B, ...)."""
+    if WORLD_SIZE == 1:
+        return x
+    shares = [torch.empty_like(x) for _ in range(WORLD_SIZE)]
+    dist.all_gather(shares, x.contiguous())
+    return torch.cat(shares)
 
 
 def place(model, args):
@@ -1110,8 +1109,7 @@ def save_model(model, folder, args):
     if args.lora_r:
         from peft import PeftModel
 
-        base = model.auto_class.from_pretrained(args.model, dtype=torch.float32)
-        base.config = model.config
+        base = type(model).from_pretrained(args.model, config=model.config, dtype=torch.float32)
         base.generation_config = getattr(model, "generation_config", None)  # with the stop tokens
         PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")

@@ -337,8 +337,10 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature):
             break
         if len(unfinished) < 0.75 * len(rows):  # copying the cache costs less than computing ended rows
             cache.reorder_cache(unfinished)
-            rows, has_ended = rows[unfinished], has_ended[unfinished]
-            tokens, attention_mask = tokens[unfinished], attention_mask[unfinished]
+            rows = rows[unfinished]
+            has_ended = has_ended[unfinished]
+            tokens = tokens[unfinished]
+            attention_mask = attention_mask[unfinished]
     mask, ended = response_mask(responses, policy.stop_token_ids)  # false on tokens sampled after the stop token
     return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 
@@ -347,14 +349,14 @@ def sample_batch(policy, rows, args):
     """Step 1: samples a response to the prompt of each row."""
     prompts, prompt_mask = pad([row["input_ids"] for row in rows], policy.tokenizer, args, "left")  # (B, P)
     uniforms = torch.rand(len(rows), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
-    share = torch.arange(len(rows))[RANK::WORLD_SIZE]
+    share = torch.arange(len(rows)).tensor_split(WORLD_SIZE)[RANK]  # row numbers of this process
     parts = []
     with autocast(args):
         for index in share.split(args.local_rollout_forward_batch_size):
             part = sample(policy, prompts[index], prompt_mask[index], uniforms[index], args.temperature)
             parts.append(part)
-    responses, mask, ended, logprobs = (all_gather(torch.cat(x)) for x in zip(*parts))
-    rollout = Rollout(prompts, prompt_mask, responses, mask, ended, logprobs, rows)
+    columns = [all_gather(torch.cat(x)) for x in zip(*parts)]  # responses, mask, ended, logprobs
+    rollout = Rollout(prompts, prompt_mask, *columns, rows)
     return rollout.select(torch.arange(len(rows), device=prompts.device))  # all rows, without padding columns
 
 
@@ -620,7 +622,8 @@ def load_reward_model(args, policy):
     head is the shift that centres the rewards, which reward_model.py stores in the config."""
     if "reward_model" not in args.reward_fn:
         return None
-    a, b = policy.tokenizer, AutoTokenizer.from_pretrained(args.reward_model)
+    a = policy.tokenizer
+    b = AutoTokenizer.from_pretrained(args.reward_model)
     has_same_tokens = a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
     if not has_same_tokens or b.chat_template not in (None, a.chat_template):
         return None
@@ -692,11 +695,10 @@ def load_reward_fns(args, reward_model):
 
 
 def load_function(file, name):
-    """Imports a function of a Python file, which finds its neighbours before other modules of their names."""
+    """Imports a function of a Python file, which finds the files beside it."""
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    for neighbour in {path.stem for path in path.parent.glob("*.py")} - sys.stdlib_module_names:
-        sys.modules.pop(neighbour, None)
+    sys.modules.pop(path.stem, None)  # another file may have this name
     return getattr(importlib.import_module(path.stem), name)
 
 
@@ -706,7 +708,8 @@ def function_reward(function, rollout, tokenizer, args):
     All arguments are lists with one value per row: prompts, prompts_text (as the policy read them), completions (like
     the prompts, texts or messages), completion_ids, ended, and the dataset's columns. A process passes its share.
     """
-    r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=args.device))
+    share = torch.arange(len(rollout.mask)).tensor_split(WORLD_SIZE)[RANK]
+    r = rollout.select(share)
     columns = {name: [deepcopy(row[name]) for row in r.rows] for name in r.rows[0]}
     columns["prompts"] = columns["prompt"]
     columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
@@ -858,7 +861,6 @@ def load_model(auto_class, name, new_weights=()):
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
     require(not wrong, f"{name} is not a {type(model).__name__}: weights are missing or unexpected: {list(wrong)[:3]}")
-    model.auto_class = auto_class
     model.tokenizer = AutoTokenizer.from_pretrained(name)
     if model.tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
         model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since padding is masked
@@ -948,11 +950,12 @@ def all_reduce(x):
 
 
 def all_gather(x):
-    """All rows (B, ...), from those of each process, RANK, RANK + WORLD_SIZE, ..., as x (B/WORLD_SIZE, ...)."""
-    shares = [x.clone() for _ in range(WORLD_SIZE)]
-    if WORLD_SIZE > 1:
-        dist.all_gather(shares, x.contiguous())
-    return torch.stack(shares, 1).flatten(0, 1)
+    """Joins the rows x (B/WORLD_SIZE, ...) of all processes, in the order of the processes, to (B, ...)."""
+    if WORLD_SIZE == 1:
+        return x
+    shares = [torch.empty_like(x) for _ in range(WORLD_SIZE)]
+    dist.all_gather(shares, x.contiguous())
+    return torch.cat(shares)
 
 
 def place(model, args):
@@ -1107,8 +1110,7 @@ def save_model(model, folder, args):
     if args.lora_r:
         from peft import PeftModel
 
-        base = model.auto_class.from_pretrained(args.model, dtype=torch.float32)
-        base.config = model.config
+        base = type(model).from_pretrained(args.model, config=model.config, dtype=torch.float32)
         base.generation_config = getattr(model, "generation_config", None)  # with the stop tokens
         PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")

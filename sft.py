@@ -390,7 +390,8 @@ def choose_sizes(args, policy, texts):
     batch_size = batch_size or next((size for size in (64, 32, 16, 8) if num_texts / size >= 100), 4)
     longest = max(len(ids) for ids, _ in texts)
     b = args.micro_batch_size or per_device or (16 if args.device == "cpu" else max(1, 8192 // longest))
-    name, size = args.model or args.from_scratch, policy.num_parameters() / 1e6
+    name = args.model or args.from_scratch
+    size = policy.num_parameters() / 1e6
     print(f"policy: {name}, {size:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
     print(f"each step: {batch_size} of {len(texts)} texts, {b} at a time")
     sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": b}
@@ -507,7 +508,6 @@ def load_model(auto_class, name, new_weights=()):
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
     require(not wrong, f"{name} is not a {type(model).__name__}: weights are missing or unexpected: {list(wrong)[:3]}")
-    model.auto_class = auto_class
     model.tokenizer = AutoTokenizer.from_pretrained(name)
     if model.tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
         model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since padding is masked
@@ -720,8 +720,7 @@ def save_model(model, folder, args):
     if args.lora_r:
         from peft import PeftModel
 
-        base = model.auto_class.from_pretrained(args.model, dtype=torch.float32)
-        base.config = model.config
+        base = type(model).from_pretrained(args.model, config=model.config, dtype=torch.float32)
         base.generation_config = getattr(model, "generation_config", None)  # with the stop tokens
         PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")
