@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import NAMES, ON_PROMPTS, run, slow_but, watch
+from runs import NAMES, run, slow_but, watch
 from safetensors.torch import load_file, save_file
 from sources import ROOT
 from tiny import ARCHITECTURES, PAD, left_padded_prompts, tiny_model, tiny_rollout, uniforms
@@ -37,7 +37,7 @@ def saved(tmp_path):
 def train(folder, tiny, name="ppo", **settings):
     """The lines of a run of one step or two on small batches."""
     settings = tiny[name] | dict(batch_size=4, total_episodes=4, response_length=8) | settings
-    if name not in ON_PROMPTS:
+    if name in ("dpo", "sft", "reward_model"):
         settings = {k: x for k, x in settings.items() if k not in ("total_episodes", "response_length")}
         settings |= dict(num_train_epochs=0.3) | (dict(max_prompt_length=20) if name == "dpo" else {})
     return run(name, folder / f"run{len(list(folder.iterdir()))}", **settings)
