@@ -6,8 +6,9 @@
 
 A fault is a small change somewhere in the syntax tree: an operator turned, a constant changed, arguments exchanged, a
 keyword argument, a sign or a statement left out. For each the tests run in a copy of the repository, up to the first
-that fails, or for ten minutes, in a process forked from one that has imported the libraries. Some faults change nothing
-(`max(1, n)` where n is always larger), so look at each one that lived.
+that fails, or for ten minutes, in a process forked from one that has imported the libraries: those that have reached
+the line (`pip install pytest-cov`), and if none fails, all. Some faults change nothing (`max(1, n)` where n is always
+larger), so look at each one that lived.
 """
 
 import ast
@@ -26,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 import datasets  # noqa: E402, F401 (imported once, for all processes)
 import diffusers  # noqa: E402, F401
 import pytest  # noqa: E402
+from coverage import CoverageData  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402, F401
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,6 +106,26 @@ def run_tests(folder, options):
     os._exit(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *options]))
 
 
+def fails(script, text, options):
+    """Whether tests fail in a copy of the repository where the script has this text, and which of them reach a line."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT, f"{folder}/x", ignore=shutil.ignore_patterns(".*", "runs", "models", "__pycache__"))
+        file = Path(folder, "x", script)
+        file.write_text(text, "utf-8")
+        process = multiprocessing.get_context("fork").Process(target=run_tests, args=(file.parent, options))
+        process.start()
+        process.join(600)
+        process.kill()
+        process.join()
+        seen = CoverageData(file.parent / ".coverage")
+        seen.read()
+        names = {
+            line: {name.split("|")[0] for name in names if name}
+            for line, names in seen.contexts_by_lineno(str(file)).items()
+        }
+        return process.exitcode != 0, names
+
+
 def main():
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("script")
@@ -121,21 +143,20 @@ def main():
         lines = chance.sample(lines, min(args.number, len(lines)))
         drawn = [chance.choice([fault for fault in drawn if fault[0] == line]) for line in lines]
 
+    cover = [f"--cov={args.script.removesuffix('.py')}", "--cov-context=test", "--cov-report="]
+    has_failed, names = fails(args.script, text, args.tests + options + cover)
+    if has_failed:
+        sys.exit("error: tests fail without a fault")
+
     def lives(fault):
         line, change, planted = fault
-        with tempfile.TemporaryDirectory() as folder:
-            shutil.copytree(ROOT, f"{folder}/x", ignore=shutil.ignore_patterns(".*", "runs", "models", "__pycache__"))
-            Path(folder, "x", args.script).write_text(planted, "utf-8")
-            process = multiprocessing.get_context("fork").Process(
-                target=run_tests, args=(f"{folder}/x", args.tests + options)
-            )
-            process.start()
-            process.join(600)
-            process.kill()
-            process.join()
-            code = process.exitcode
-        print("LIVES" if code == 0 else f"seen ({code})", f"{args.script}:{line}", change, flush=True)
-        return code == 0
+        is_seen = any(
+            fails(args.script, planted, tests + options)[0]
+            for tests in (list(names.get(line, [])), args.tests)
+            if tests
+        )
+        print("seen" if is_seen else "LIVES", f"{args.script}:{line}", change, flush=True)
+        return not is_seen
 
     with ThreadPool(args.jobs) as pool:
         alive = sum(pool.map(lives, drawn, chunksize=1))

@@ -19,8 +19,7 @@ from torch import nn
 
 GOLD = "toy/gold_score.py:gold_score"
 NAMES = [script.removesuffix(".py") for script in SCRIPTS]
-ON_PROMPTS = [name for name in NAMES if name in ("ppo", "rloo", "grpo", "agent")]  # these draw responses to prompts
-ON_TEXTS = [name for name in NAMES if name not in (*ON_PROMPTS, "ddpo")]
+ON_PROMPTS = ["ppo", "rloo", "grpo", "agent"]  # these draw responses to prompts
 
 
 def draw_nothing():
