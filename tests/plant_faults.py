@@ -107,7 +107,7 @@ def run_tests(folder, options):
 
 
 def fails(script, text, options):
-    """Whether tests fail in a copy of the repository where the script has this text, and which of them reach a line."""
+    """Whether tests fail in a copy of the repository where the script has this text; with --cov, which reach a line."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT, f"{folder}/x", ignore=shutil.ignore_patterns(".*", "runs", "models", "__pycache__"))
         file = Path(folder, "x", script)
@@ -117,13 +117,9 @@ def fails(script, text, options):
         process.join(600)
         process.kill()
         process.join()
-        seen = CoverageData(file.parent / ".coverage")
-        seen.read()
-        names = {
-            line: {name.split("|")[0] for name in names if name}
-            for line, names in seen.contexts_by_lineno(str(file)).items()
-        }
-        return process.exitcode != 0, names
+        reached = CoverageData(file.parent / ".coverage")
+        reached.read()
+        return process.exitcode != 0, reached.contexts_by_lineno(str(file))
 
 
 def main():
@@ -144,17 +140,15 @@ def main():
         drawn = [chance.choice([fault for fault in drawn if fault[0] == line]) for line in lines]
 
     cover = [f"--cov={args.script.removesuffix('.py')}", "--cov-context=test", "--cov-report="]
-    has_failed, names = fails(args.script, text, args.tests + options + cover)
+    has_failed, reached = fails(args.script, text, args.tests + options + cover)
     if has_failed:
         sys.exit("error: tests fail without a fault")
 
     def lives(fault):
         line, change, planted = fault
-        is_seen = any(
-            fails(args.script, planted, tests + options)[0]
-            for tests in (list(names.get(line, [])), args.tests)
-            if tests
-        )
+        near = {name.split("|")[0] for name in reached.get(line, [])} - {""}  # without the phase of a test
+        is_seen = bool(near) and fails(args.script, planted, [*near, *options])[0]
+        is_seen = is_seen or fails(args.script, planted, args.tests + options)[0]
         print("seen" if is_seen else "LIVES", f"{args.script}:{line}", change, flush=True)
         return not is_seen
 
