@@ -80,11 +80,6 @@ FORMS = {  # scripts, row, texts that their models read
     "a text": (OF_TEXTS, dict(text="The film is good."), [GOOD]),
     "prompt and completion": (OF_TEXTS, dict(prompt="The film", completion=" is good."), [GOOD]),
     "messages and completion": (OF_TEXTS, dict(prompt=talk("The film?"), completion=say("Good.")), [ASKED + OK]),
-    "all answers of a conversation": (
-        OF_TEXTS,
-        dict(messages=talk("So?", "So.", "The film?", "Good.")),
-        [SO.strip(), SO + ASKED + OK],
-    ),
     "a pair": (OF_PAIRS, dict(prompt="The film", chosen=" is good.", rejected=" is bad."), [GOOD, BAD]),
     "a pair of messages": (
         OF_PAIRS,

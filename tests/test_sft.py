@@ -62,7 +62,19 @@ def test_only_the_completion_and_its_end_have_a_loss(tmp_path):
     row = {"prompt": "The film", "completion": " is a gem."}
     assert read(tmp_path, [row]) == [("The film", f" is a gem.{TOKENIZER.eos_token}")]
     assert read(tmp_path, [row], completion_only_loss=False) == [("", f"The film is a gem.{TOKENIZER.eos_token}")]
-    assert read(tmp_path, [{"text": "The film is a gem."}]) == [("", f"The film is a gem.{TOKENIZER.eos_token}")]
+    text = "", f"The film is a gem.{TOKENIZER.eos_token}"
+    assert read(tmp_path, [{"text": "The film is a gem."}] * 1001) == [text] * 1001
+
+
+def test_each_answer_of_a_conversation_is_a_text(tmp_path):
+    """Or all of them together, with a loss on all tokens."""
+    tokenizer = make_tokenizer("qwen 2.5")
+    messages = talk("So?", "So.", "The film?", "It is good.")
+    heads = [tokenizer.apply_chat_template(messages[:n], tokenize=False, add_generation_prompt=True) for n in (1, 3)]
+    texts = [(heads[0], "So.<|im_end|>"), (heads[1], "It is good.<|im_end|>")]
+    assert read(tmp_path, [{"messages": messages}], tokenizer=tokenizer) == texts
+    whole = read(tmp_path, [{"messages": messages}], tokenizer=tokenizer, completion_only_loss=False)
+    assert whole == [("", "".join(texts[1]))]
 
 
 def test_a_template_that_changes_the_prompt_is_refused(tmp_path):
@@ -75,7 +87,9 @@ def test_a_template_that_changes_the_prompt_is_refused(tmp_path):
 
 def test_evaluation_by_hand(tmp_path, tiny):
     """Of all labels of the test split, one text at a time, without padding."""
-    line = run(sft, tmp_path / "run", **tiny["sft"] | dict(model="toy/sft", micro_batch_size=5))[-1]
+    settings = tiny["sft"] | dict(model="toy/sft", micro_batch_size=5, num_train_epochs=2)
+    line = run(sft, tmp_path / "run", **settings)[-1]
+    assert line["epoch"] == 2
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run").eval()
     losses, hits, ends = [], [], []
     for row in map(json.loads, open(f"{tiny['sft']['dataset']}/validation.jsonl")):
