@@ -77,8 +77,6 @@ FORMS = {  # scripts, row, texts that their models read
         dict(prompt=talk("The film?"), tools=TOOLS, chat_template_kwargs={"quiet": True}),
         [f"tools: {json.dumps(TOOLS)}\n{ASKED} (quiet)"],
     ),
-    "a text": (OF_TEXTS, dict(text="The film is good."), [GOOD]),
-    "prompt and completion": (OF_TEXTS, dict(prompt="The film", completion=" is good."), [GOOD]),
     "messages and completion": (OF_TEXTS, dict(prompt=talk("The film?"), completion=say("Good.")), [ASKED + OK]),
     "a pair": (OF_PAIRS, dict(prompt="The film", chosen=" is good.", rejected=" is bad."), [GOOD, BAD]),
     "a pair of messages": (

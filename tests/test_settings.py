@@ -8,15 +8,6 @@ from runs import GOLD, NAMES, lines_of, main, run, script, write_rows
 from sources import lines_of as lines_of_file
 
 
-@pytest.mark.parametrize("name", NAMES[:1])
-@pytest.mark.parametrize("words", ["--no-such-flag 1", "--save-steps 0"])
-def test_a_wrong_command_line_ends_with_code_2(name, words, capsys):
-    """Before anything is loaded, and it names the flag."""
-    with pytest.raises(SystemExit) as end:
-        main(name, *words.split())
-    assert end.value.code == 2 and words.split()[0][2:] in capsys.readouterr().err.replace("_", "-")
-
-
 REWARDS = """
 def one(*_, **__):
     return [1.0]
