@@ -29,6 +29,7 @@ OF_PPO = [  # and what the message says
 WRONG = [("ppo", *case) for case in OF_PPO]
 WRONG += [("rloo", dict(rloo_k=5), "5"), ("grpo", dict(num_generations=3), "3")]
 WRONG += [("sft", dict(model=None, lora_r=1), "lora-r")]
+WRONG += [("dpo", dict(loss_type="hinge", label_smoothing=0.1), "label-smoothing")]
 WRONG += [(name, dict(dataset_train_split="nosuch"), "") for name in ("ppo", "sft", "dpo")]
 WRONG = [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in WRONG if case[0] in NAMES]
 
