@@ -213,7 +213,7 @@ def rms_norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
     return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
-QUICK = [(script, "toy", 1) for script in ("ppo", "grpo", "sft", "reward_model")]
+QUICK = [(script, "toy", 1) for script in ("ppo", "grpo", "sft", "reward_model", "dpo")]
 CASES = [(s, world, seed) for s in SETTINGS for seed, world in enumerate(WORLDS.get(s, ("toy", "llama")), 1)]
 CASES += [("grpo", "llama", 3)]
 
