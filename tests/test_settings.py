@@ -15,21 +15,21 @@ def one(*_, **__):
 def endless(prompts, **_):
     return [-float("inf")] * len(prompts)
 """
-OF_PPO = [  # and what the message says
-    (dict(batch_size=50, num_mini_batches=4), "50.*4"),
+OF_THREE = [  # settings of ppo.py, rloo.py and grpo.py, and what the message says
+    (dict(batch_size=50, num_mini_batches=4), "50"),
     (dict(batch_size=64, total_episodes=10), "64"),
     (dict(response_length=159), "tokens"),
     (dict(dataset="FOLDER/prompts.jsonl", max_prompt_length=2), "no prompts"),
     (dict(reward_weights=(1.0, 2.0)), "reward-weights"),
     (dict(reward_fn=(GOLD, GOLD)), "gold_score"),
+    (dict(reward_fn=("nowhere.py:f",)), "nowhere"),
     (dict(reward_fn=("FOLDER/r.py:one",)), "1 rewards for 64 rows"),
     (dict(reward_fn=("FOLDER/r.py:endless",)), "infinite"),
     (dict(stop_token=("eos", "the end of it all")), "the end of it all"),
 ]
-WRONG = [("ppo", *case) for case in OF_PPO]
+WRONG = [(name, *case) for name in ("ppo", "rloo", "grpo") for case in OF_THREE]
 WRONG += [("rloo", dict(rloo_k=5), "5"), ("grpo", dict(num_generations=3), "3")]
-WRONG += [("sft", dict(model=None, lora_r=1), "lora-r")]
-WRONG += [("dpo", dict(loss_type="hinge", label_smoothing=0.1), "label-smoothing")]
+WRONG += [("sft", dict(model=None, lora_r=1), "lora"), ("dpo", dict(loss_type="ipo", label_smoothing=0.1), "label")]
 WRONG += [(name, dict(dataset_train_split="nosuch"), "") for name in ("ppo", "sft", "dpo")]
 WRONG = [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in WRONG if case[0] in NAMES]
 
