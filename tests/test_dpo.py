@@ -105,6 +105,21 @@ def test_evaluation_by_hand(more, tmp_path):
         agree(line, other)
 
 
+@pytest.mark.parametrize("name, losses", [("hinge", [0.8, 1.6]), ("ipo", [0.36, 4.84])])
+def test_other_losses_by_hand(name, losses, tokenizer):
+    """Of beta Delta = .2 and -.6: max(0, 1 - beta Delta), and with means over tokens (Delta - 1 / (2 beta))^2."""
+    args = dpo.Args(loss_type=name, beta=0.5, device="cpu")
+    rewards = torch.tensor([0.3, -0.2]), torch.tensor([0.1, 0.4])
+    assert dpo.other_loss(*rewards, args).tolist() == pytest.approx(losses)
+    model = saved(ROOT / "toy/sft")
+    model.tokenizer = tokenizer
+    pair = dpo.Pair(*map(np.array, ([5, 6], [7, 8, 9], [7])), 0.0)
+    sums = [read_text(model, [5, 6, *text], 2)[0].sum().item() for text in (pair.chosen, pair.rejected)]
+    sums[0] /= 3 if name == "ipo" else 1
+    with torch.no_grad():
+        assert torch.cat(dpo.completion_logps(model, [pair], args)).tolist() == pytest.approx(sums, rel=1e-4)
+
+
 # --- learning
 
 
