@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from runs import GOLD, NAMES, lines_of, main, run, script, write_rows
+from runs import GOLD, NAMES, lines_of, main, run, script, slow_but, write_rows
 from sources import lines_of as lines_of_file
 
 
@@ -31,7 +31,8 @@ WRONG = [(name, *case) for name in ("ppo", "rloo", "grpo") for case in OF_THREE]
 WRONG += [("rloo", dict(rloo_k=5), "5"), ("grpo", dict(num_generations=3), "3")]
 WRONG += [("sft", dict(model=None, lora_r=1), "lora"), ("dpo", dict(loss_type="ipo", label_smoothing=0.1), "label")]
 WRONG += [(name, dict(dataset_train_split="nosuch"), "") for name in ("ppo", "sft", "dpo")]
-WRONG = [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in WRONG if case[0] in NAMES]
+WRONG = [case for case in WRONG if case[0] in NAMES]
+WRONG = slow_but([case for case in WRONG if case[0] not in ("rloo", "grpo")], WRONG)
 
 
 @pytest.mark.parametrize(("name", "settings", "word"), WRONG)
