@@ -80,12 +80,12 @@ RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Settings. A type limits the values; the comment beside a setting is its help text
-Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Positive = pydantic.PositiveFloat
+NonNegative = pydantic.NonNegativeFloat
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0, lt=2**32)]
+Count = pydantic.PositiveInt
+Natural = pydantic.NonNegativeInt
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -94,7 +94,7 @@ def alias(*flags):
     return tyro.conf.arg(aliases=flags)
 
 
-@pydantic.dataclasses.dataclass  # checks the values
+@pydantic.dataclasses.dataclass(config={"allow_inf_nan": False})  # checks the values
 class Args:
     # --- Sampling. The batch of an epoch: sample_batch_size * sample_num_batches_per_epoch * processes images ---
     sample_num_steps: Count = 10  # denoising steps N (TRL: 50)
@@ -124,7 +124,7 @@ class Args:
     # --- Model: a folder, or a name on the hub ---
     model: Name = f"{TOY}/shapes/sd"  # a Stable Diffusion pipeline
     reward_fn: tuple[Name, ...] = (f"{TOY}/shapes/make.py:left_ink",)  # file.py:name of f(images, prompts, metadata)
-    reward_weights: tuple[pydantic.FiniteFloat, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
+    reward_weights: tuple[float, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters on the UNet's attention (Hu et al. 2021), 0 for none (TRL: 4)
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -690,10 +690,8 @@ class Run:
         self.stop_requested = False
         self.saved_at = time.time()
         script = Path(__file__).stem
-        folder = [args.resume or args.output_dir or f"runs/{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
-        if WORLD_SIZE > 1:
-            dist.broadcast_object_list(folder)  # clocks may differ
-        self.output = Path(folder[0])
+        new_folder = f"runs/{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        self.output = Path(args.resume or args.output_dir or new_folder)  # only process 0 writes to it
         if args.resume:
             self.restore()
         for _ in range(self.step):
@@ -712,11 +710,10 @@ class Run:
             self.wandb = wandb.init(project=os.environ.get("WANDB_PROJECT", "rlhf"), **options)
 
     def steps(self):
-        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and a closed terminal end
-        the loop after the current step, unless they are ignored, as Ctrl-C is in background jobs of a shell script."""
-        for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
+        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the
+        current step."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
             self.step_started = time.perf_counter()

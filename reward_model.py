@@ -69,11 +69,11 @@ RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Settings. A type limits the values; the comment beside a setting is its help text
-Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Positive = pydantic.PositiveFloat
+NonNegative = pydantic.NonNegativeFloat
 Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0, lt=2**32)]
+Count = pydantic.PositiveInt
+Natural = pydantic.NonNegativeInt
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -82,7 +82,7 @@ def alias(*flags):
     return tyro.conf.arg(aliases=flags)
 
 
-@pydantic.dataclasses.dataclass  # checks the values
+@pydantic.dataclasses.dataclass(config={"allow_inf_nan": False})  # checks the values
 class Args:
     # --- Reward model ---
     center_rewards_coefficient: NonNegative = 0.0  # c: pulls the sum of each pair's rewards towards 0 (TRL)
@@ -160,7 +160,8 @@ def train(args):
         # 2. Read, 3. loss, and 4. update
         stats = update(model, optimizer, batch, args)
         if step == num_steps:
-            shift_rewards(model, -all_rewards(model, pairs[:2000], args).mean().item())
+            # from now on, rewards have mean 0. Only these scripts know this entry of config.json
+            model.config.reward_bias -= all_rewards(model, pairs[:2000], args).mean().item()
             carry["reward_bias"] = model.config.reward_bias
 
         stats |= {"step": step, "epoch": step / steps_per_pass, "lr": optimizer.param_groups[0]["lr"]}
@@ -171,6 +172,7 @@ def train(args):
             show_samples(run, model, (eval_pairs or pairs)[:4], args)
         schedule.step()
     run.finish()
+    print(f"config.json has reward_bias {carry['reward_bias']:.3f}: other programs give rewards without it")
     if args.lora_r and not RANK:
         model.config.save_pretrained(run.output / "merged")  # with reward_bias and the pad token
 
@@ -246,26 +248,12 @@ def update(model, optimizer, batch, args):
     return dict(zip(sums, means)) | {"grad_norm": grad_norm}
 
 
-# === End of the algorithm. Next: the zero of the rewards and the metrics, then what every program of this kind needs ==
+# === End of the algorithm. Next: its metrics, then what every program of this kind needs =============================
 @torch.no_grad()
 def all_rewards(model, pairs, args):
     """(N, 2) rewards of the chosen and the rejected text of all pairs."""
     parts = [torch.stack(pair_rewards(model, some, args), 1) for some, _ in micro_batches(pairs, args)]  # (b, 2) each
     return all_gather(torch.cat(parts))[: len(pairs)].cpu()
-
-
-def shift_rewards(model, shift):
-    """Adds a constant to every reward. The head has no bias, so it goes into the bias c of the last layer norm, h =
-    norm(x) g + c: adding shift w / |w|^2 to c adds the shift to every w . h, in any program that loads the model. If
-    the norm has no bias (RMSNorm) or is frozen (LoRA), it goes into the config, which only these scripts read."""
-    norms = [m for m in model.base_model.children() if isinstance(m, nn.LayerNorm) and m.bias is not None]
-    if len(norms) != 1 or not norms[0].bias.requires_grad:
-        model.config.reward_bias += shift
-        print(f"config.json has reward_bias {model.config.reward_bias:.3f}: other programs give rewards without it")
-        return
-    w = model.score.weight[0]  # (D,)
-    with torch.no_grad():
-        norms[0].bias += shift * w / w.square().sum()
 
 
 def evaluate(model, pairs, args):
@@ -309,7 +297,7 @@ def load_classifier(args):
     if type(model).__name__ not in (model.config.architectures or []):
         nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
         model.config.architectures = [type(model).__name__]
-    model.config.reward_bias = getattr(model.config, "reward_bias", 0.0)  # shift_rewards may change it
+    model.config.reward_bias = getattr(model.config, "reward_bias", 0.0)  # the last step changes it
     model.config.problem_type = "regression"  # otherwise pipeline("text-classification") applies a sigmoid to a reward
     if args.lora_r:
         from peft import LoraConfig
@@ -466,7 +454,6 @@ def read_rows(name, config, split):
 
     path = Path(name)
     part, _, end = str(split).partition("[:")
-    require(not end or end[:-1].isdigit(), f"{split}: a split is a name, or like train[:9] for its first nine rows")
     files = [path] if path.suffix in (".jsonl", ".parquet") and path.is_file() and part == "train" else []
     files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
     if files and files[0].suffix == ".jsonl":
@@ -544,7 +531,6 @@ def load_model(auto_class, name, new_weights=()):
     """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
     missing, which the library would draw at random; those of a new head may be."""
     require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: use the merged model")
-    name = str(Path(name).resolve()) if Path(name).exists() else name  # an adapter stores it
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
@@ -565,8 +551,6 @@ def autocast(args):
 # --- Processes
 def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
-    is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
-    require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
@@ -574,10 +558,11 @@ def start(args):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if args.device != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    elif sys.platform == "linux" and WORLD_SIZE == 1 and hasattr(ctypes.CDLL(None), "mallopt"):
+    elif sys.platform == "linux" and WORLD_SIZE == 1:
         # glibc keeps freed memory: with a large vocabulary, asking the system again takes up to half of the time
-        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
-        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        glibc = ctypes.CDLL(None)
+        glibc.mallopt(-4, 0)  # M_MMAP_MAX
+        glibc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group(timeout=timedelta(hours=2))  # a process may wait for a slow reward function
 
@@ -636,10 +621,8 @@ class Run:
         self.stop_requested = False
         self.saved_at = time.time()
         script = Path(__file__).stem
-        folder = [args.resume or args.output_dir or f"runs/{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
-        if WORLD_SIZE > 1:
-            dist.broadcast_object_list(folder)  # clocks may differ
-        self.output = Path(folder[0])
+        new_folder = f"runs/{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        self.output = Path(args.resume or args.output_dir or new_folder)  # only process 0 writes to it
         if args.resume:
             self.restore()
         for _ in range(self.step):
@@ -658,11 +641,10 @@ class Run:
             self.wandb = wandb.init(project=os.environ.get("WANDB_PROJECT", "rlhf"), **options)
 
     def steps(self):
-        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and a closed terminal end
-        the loop after the current step, unless they are ignored, as Ctrl-C is in background jobs of a shell script."""
-        for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
+        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the
+        current step."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
             self.step_started = time.perf_counter()

@@ -82,12 +82,12 @@ RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Settings. A type limits the values; the comment beside a setting is its help text
-Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Positive = pydantic.PositiveFloat
+NonNegative = pydantic.NonNegativeFloat
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0, lt=2**32)]
+Count = pydantic.PositiveInt
+Natural = pydantic.NonNegativeInt
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -96,7 +96,7 @@ def alias(*flags):
     return tyro.conf.arg(aliases=flags)
 
 
-@pydantic.dataclasses.dataclass  # checks the values
+@pydantic.dataclasses.dataclass(config={"allow_inf_nan": False})  # checks the values
 class Args:
     # --- RLOO ---
     rloo_k: Annotated[int, Field(ge=2), alias("--num-generations")] = 2  # responses to each prompt (TRL: 2)
@@ -128,7 +128,7 @@ class Args:
     model: Annotated[Name, alias("--model-name-or-path", "--sft-model-path")] = f"{TOY}/sft"  # policy to start from
     reward_model: Annotated[Name, alias("--reward-model-path")] = f"{TOY}/reward_model"  # of rewards/model.py:score
     reward_fn: Annotated[tuple[Name, ...], alias("--reward-funcs")] = (SCORE,)  # file.py:name; they add up
-    reward_weights: tuple[pydantic.FiniteFloat, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
+    reward_weights: tuple[float, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -531,8 +531,8 @@ def rollout_stats(rollout, kl_coef):
 
 def show_samples(run, rollout, tokenizer):
     """Prints four episodes, and saves their tensors for tools/xray.py."""
-    r = rollout.select(torch.arange(min(4, len(rollout.mask)), device=rollout.mask.device))
-    prompts = [tokenizer.decode(ids[real]) for ids, real in zip(r.prompts, r.prompt_mask)]
+    r = rollout.select(torch.arange(len(rollout.rows))[:4])
+    prompts = tokenizer.batch_decode([row["input_ids"] for row in r.rows])
     responses = [tokenizer.decode(ids[real]) for ids, real in zip(r.responses, r.mask)]
     scores = [f"{score:.2f}" for score in r.scores.tolist()]
     run.show({"prompt": prompts, "response": responses, "score": scores}, vars(r))
@@ -699,7 +699,6 @@ def read_rows(name, config, split):
 
     path = Path(name)
     part, _, end = str(split).partition("[:")
-    require(not end or end[:-1].isdigit(), f"{split}: a split is a name, or like train[:9] for its first nine rows")
     files = [path] if path.suffix in (".jsonl", ".parquet") and path.is_file() and part == "train" else []
     files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
     if files and files[0].suffix == ".jsonl":
@@ -777,7 +776,6 @@ def load_model(auto_class, name, new_weights=()):
     """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
     missing, which the library would draw at random; those of a new head may be."""
     require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: use the merged model")
-    name = str(Path(name).resolve()) if Path(name).exists() else name  # an adapter stores it
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
@@ -824,8 +822,6 @@ def autocast(args):
 # --- Processes
 def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
-    is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
-    require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
@@ -833,10 +829,11 @@ def start(args):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if args.device != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    elif sys.platform == "linux" and WORLD_SIZE == 1 and hasattr(ctypes.CDLL(None), "mallopt"):
+    elif sys.platform == "linux" and WORLD_SIZE == 1:
         # glibc keeps freed memory: with a large vocabulary, asking the system again takes up to half of the time
-        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
-        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        glibc = ctypes.CDLL(None)
+        glibc.mallopt(-4, 0)  # M_MMAP_MAX
+        glibc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group(timeout=timedelta(hours=2))  # a process may wait for a slow reward function
 
@@ -895,10 +892,8 @@ class Run:
         self.stop_requested = False
         self.saved_at = time.time()
         script = Path(__file__).stem
-        folder = [args.resume or args.output_dir or f"runs/{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
-        if WORLD_SIZE > 1:
-            dist.broadcast_object_list(folder)  # clocks may differ
-        self.output = Path(folder[0])
+        new_folder = f"runs/{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        self.output = Path(args.resume or args.output_dir or new_folder)  # only process 0 writes to it
         if args.resume:
             self.restore()
         for _ in range(self.step):
@@ -917,11 +912,10 @@ class Run:
             self.wandb = wandb.init(project=os.environ.get("WANDB_PROJECT", "rlhf"), **options)
 
     def steps(self):
-        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and a closed terminal end
-        the loop after the current step, unless they are ignored, as Ctrl-C is in background jobs of a shell script."""
-        for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
+        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the
+        current step."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
             self.step_started = time.perf_counter()

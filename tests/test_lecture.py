@@ -183,10 +183,15 @@ def run_full(script: str, settings: dict, folder, monkeypatch) -> tuple[list, li
         settings = settings | {"reward_fn": f"{folder}/judge.py:score"}
     if "reward_fn" in settings:
         settings = settings | {"reward_fn": (settings["reward_fn"],)}
-    module.Run.finish = lambda run: weights.extend(p for group in run.optimizer.param_groups for p in group["params"])
+
+    def finish(run):
+        if script == "reward_model":
+            weights.append(torch.tensor(run.carry["reward_bias"]))
+        weights.extend(p for group in run.optimizer.param_groups for p in group["params"])
+
+    module.Run.finish = finish
     if hasattr(module, "length_grouped_batches"):  # a matter of speed, which the short forms leave out
         module.length_grouped_batches = partial(batches_as_they_come, module.shuffled)
-    module.shift_rewards = lambda model, shift: weights.append(torch.tensor(shift))  # no weight of the short form
     module.train(module.Args(**settings, **FULL[script], output_dir=str(folder / "full"), device="cpu"))
     return responses, [json.loads(line) for line in open(folder / "full/metrics.jsonl")], weights
 

@@ -98,7 +98,6 @@ def test_evaluation_and_centred_rewards_by_hand(preferences, tmp_path, monkeypat
     after = classifier(tmp_path / "run")
     agree(evaluated(lines[-1]), evaluation(after, preferences.tests))
     assert torch.cat(rewards(after, preferences.rows)).mean().item() == pytest.approx(0, abs=1e-4)
-    assert after.config.reward_bias == 0  # a weight has taken the shift
     (table,) = (tmp_path / "run/samples").iterdir()
     chosen, rejected = rewards(after, preferences.tests[:4])
     shown = load_file(table)["rewards"]
@@ -107,11 +106,8 @@ def test_evaluation_and_centred_rewards_by_hand(preferences, tmp_path, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, more", [("llama", {"eos_dropout": 1.0}), ("plain", {"lora_r": 2})])
-def test_rewards_are_centred_without_a_bias_to_move(kind, more, preferences, tmp_path):
-    """A norm without bias, or an adapter that leaves it frozen: the config says the shift, and the model is as good.
-
-    The Llama has dropout, which is off in evaluations.
-    """
+def test_rewards_of_other_models_are_centred(kind, more, preferences, tmp_path):
+    """The Llama has dropout, which is off in evaluations."""
     model = write_model(tmp_path / "model", kind)
     given = SETTINGS | more | dict(model=model, dataset=preferences.folder, save_total_limit=1, save_steps=1)
     lines = run(reward_model, tmp_path / "run", **given)
@@ -128,8 +124,8 @@ def test_rewards_are_centred_without_a_bias_to_move(kind, more, preferences, tmp
 
 @pytest.mark.parametrize("kind, free", [("plain", "<|free|>"), ("llama", None)])
 def test_other_programs_read_the_same_reward(kind, free, preferences, tmp_path):
-    """Also if pad token and EOS are one: they look for the last token that is not the pad token. Of a norm without bias
-    they miss a constant, which the config has."""
+    """Also if pad token and EOS are one: they look for the last token that is not the pad token. They miss a constant,
+    which the config has."""
     model = write_model(tmp_path / "model", kind)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.pad_token = tokenizer.eos_token
@@ -145,7 +141,7 @@ def test_other_programs_read_the_same_reward(kind, free, preferences, tmp_path):
     assert tokenizer.pad_token_id == after.config.pad_token_id != EOS
     assert (tokenizer.pad_token_id in tokenizer.added_tokens_decoder) or free is None
     bias = after.config.reward_bias
-    assert (bias == 0) == (kind == "plain")
+    assert bias != 0
     texts = [row["prompt"] + row["chosen"] + tokenizer.eos_token for row in toy_rows("preferences", "validation", 12)]
     texts = [text for text in texts if len(text) < 150]  # the model reads 64 tokens
     expected = [reward(after, TOKENIZER(text)["input_ids"]).item() - bias for text in texts]
