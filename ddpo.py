@@ -532,14 +532,12 @@ def load_chain(args):
     return chain
 
 
-def save_pipeline(unet, folder, args):
+def save_pipeline(unet, folder):
     """Saves the pipeline with the trained UNet and its own scheduler; with LoRA also the adapter, in lora/, for
     `pipe.load_lora_weights`."""
-    if RANK:
-        return
     pipe = unet.pipe
     pipe.scheduler = unet.scheduler
-    if args.lora_r:
+    if getattr(unet, "peft_config", None):
         from peft import get_peft_model_state_dict
 
         layers = diffusers.utils.convert_state_dict_to_diffusers(get_peft_model_state_dict(unet))
@@ -784,7 +782,7 @@ class Run:
         self.bar.close()
         if RANK:
             return
-        save_model(self.models["model"], self.output, self.args)
+        save_model(self.models["model"], self.output)
         self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")

@@ -44,7 +44,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -115,7 +114,7 @@ class Args:
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
     # --- Model: a folder, or a name on the hub ---
     model: Annotated[Name, alias("--model-name-or-path", "--sft-model-path")] = f"{TOY}/sft"  # first policy
-    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
+    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, `chosen`, `rejected`, texts or messages; or two conversations ---
@@ -145,13 +144,13 @@ def train(args):
     fits = args.loss_type == "sigmoid" or not args.label_smoothing
     require(fits, "--label-smoothing is for --loss-type sigmoid alone")
     policy = load_policy(args)
-    reference = None if args.reference_free else policy  # with LoRA: while the adapter is off
-    if args.lora_r:
-        add_adapter(policy, args, "CAUSAL_LM")
-    elif reference is not None:
-        reference = deepcopy(policy).requires_grad_(False)
-        place(reference, args)
-    place(policy, args)
+    reference = None if args.reference_free else deepcopy(policy).requires_grad_(False)
+    if args.lora_r:  # trains adapters of all linear layers, and nothing else (Hu et al. 2021)
+        from peft import LoraConfig
+
+        policy.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for model in filter(None, [policy, reference]):
+        place(model, args)
 
     pairs = load_pairs(args, args.dataset_train_split, policy)
     eval_pairs = load_pairs(args, args.dataset_test_split, policy)
@@ -159,12 +158,12 @@ def train(args):
     args = choose_sizes(args, policy, pairs, rate)  # from here on, all sizes are set
     batches, steps_per_pass = length_grouped_batches(pairs, args)
     num_steps = math.ceil(args.num_train_epochs * steps_per_pass)
-    eval_ref_logps = read_reference(policy, reference, eval_pairs, args)  # (N, 2)
+    eval_ref_logps = read_reference(reference, eval_pairs, args)  # (N, 2)
     known_ref_logps = torch.zeros(len(pairs), 2, device=args.device)
     if args.precompute_ref:
         for rows in tqdm(batches[:steps_per_pass], desc="reading with the reference", disable=RANK > 0):
-            known_ref_logps[rows] = read_reference(policy, reference, [pairs[i] for i in rows], args)
-        reference = policy if args.lora_r else None  # frees its memory
+            known_ref_logps[rows] = read_reference(reference, [pairs[i] for i in rows], args)
+        reference = None  # frees its memory
 
     weights = [p for p in policy.parameters() if p.requires_grad]  # below, fused is ten times as fast on a CPU
     optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
@@ -178,7 +177,7 @@ def train(args):
         # 2. Read, 3. loss, and 4. update
         ref_logps = known_ref_logps[rows]  # (B, 2)
         if not args.precompute_ref:
-            ref_logps = read_reference(policy, reference, batch, args)
+            ref_logps = read_reference(reference, batch, args)
         stats = update(policy, optimizer, batch, ref_logps, args)
 
         stats |= {"step": step, "epoch": step / steps_per_pass, "lr": optimizer.param_groups[0]["lr"]}
@@ -241,12 +240,11 @@ def completion_logps(model, pairs, args):
 
 
 @torch.no_grad()
-def read_reference(policy, reference, pairs, args):
+def read_reference(reference, pairs, args):
     """(N, 2) log pi_ref(y|x) of the chosen and rejected completions of all pairs; with reference_free, 0."""
     if reference is None or not pairs:
         return torch.zeros(len(pairs), 2, device=args.device)
-    with adapter_off(policy, reference):
-        parts = [torch.stack(completion_logps(reference, some, args), 1) for some, _ in micro_batches(pairs, args)]
+    parts = [torch.stack(completion_logps(reference, some, args), 1) for some, _ in micro_batches(pairs, args)]
     return all_gather(torch.cat(parts))[: len(pairs)]
 
 
@@ -328,9 +326,8 @@ def show_samples(run, policy, reference, pairs, args):
     tensors["responses"], tensors["mask"] = pad(answers, policy.tokenizer, args)  # (3, T), like the next ones
     tensors["logprobs"], _ = completion_logprobs(policy, prompts, answers, args)
     if reference is not None:
-        with adapter_off(policy, reference):
-            tensors["ref_logprobs"], _ = completion_logprobs(reference, prompts, answers, args)
-            columns["reference"] = decode(draw_answers(reference, prompts, args))
+        tensors["ref_logprobs"], _ = completion_logprobs(reference, prompts, answers, args)
+        columns["reference"] = decode(draw_answers(reference, prompts, args))
     run.show(columns, tensors)
 
 
@@ -572,7 +569,7 @@ def make_seed(*numbers):
 def load_model(auto_class, name, new_weights=()):
     """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
     missing, which the library would draw at random; those of a new head may be."""
-    require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: use the merged model")
+    require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: see tools/merge.py")
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
@@ -595,24 +592,6 @@ def eos_tokens(model):
     return sorted(ids & tokenizer.added_tokens_decoder.keys())
 
 
-def add_adapter(model, args, task_type):
-    """Freezes the model and adds trainable LoRA adapters to all its linear layers (Hu et al. 2021)."""
-    from peft import LoraConfig
-
-    set_seed(args.seed)  # all processes draw the same adapters
-    model.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type=task_type))
-
-
-@contextmanager
-def adapter_off(policy, reference):
-    """With LoRA, the policy is the reference while its adapter is off, within this context."""
-    if reference is policy:
-        policy.disable_adapters()
-    yield
-    if reference is policy:
-        policy.enable_adapters()
-
-
 def autocast(args):
     """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32. It
     keeps a bfloat16 copy of the weights until the context ends, but not with --gradient-checkpointing."""
@@ -624,6 +603,7 @@ def autocast(args):
 def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
+    set_seed(args.seed)  # all processes draw the same new weights
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
@@ -787,7 +767,7 @@ class Run:
         self.bar.close()
         if RANK:
             return
-        save_model(self.models["model"], self.output, self.args)
+        save_model(self.models["model"], self.output)
         self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -797,17 +777,11 @@ class Run:
             shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
 
 
-def save_model(model, folder, args):
-    """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
+def save_model(model, folder):
+    """Saves the model (safetensors) and its tokenizer; with LoRA the adapter alone (see tools/merge.py)."""
     model.save_pretrained(folder)
+    model.config.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
-    if args.lora_r:
-        from peft import PeftModel
-
-        base = type(model).from_pretrained(args.model, config=model.config, dtype=torch.float32)
-        base.generation_config = getattr(model, "generation_config", None)  # with the stop tokens
-        PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
-        model.tokenizer.save_pretrained(folder / "merged")
 
 
 def describe(folder, args):

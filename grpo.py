@@ -657,8 +657,10 @@ def load_models(args):
     policy.generation_config.eos_token_id = policy.stop_token_ids or None  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
     reference = deepcopy(policy).requires_grad_(False) if args.beta else None
-    if args.lora_r:
-        add_adapter(policy, args, "CAUSAL_LM")
+    if args.lora_r:  # trains adapters of all linear layers, and nothing else (Hu et al. 2021)
+        from peft import LoraConfig
+
+        policy.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
     for model in filter(None, [policy, reference]):
         place(model, args)
     return policy, reference
@@ -875,7 +877,7 @@ def make_seed(*numbers):
 def load_model(auto_class, name, new_weights=()):
     """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
     missing, which the library would draw at random; those of a new head may be."""
-    require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: use the merged model")
+    require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: see tools/merge.py")
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
@@ -898,14 +900,6 @@ def eos_tokens(model):
     return sorted(ids & tokenizer.added_tokens_decoder.keys())
 
 
-def add_adapter(model, args, task_type):
-    """Freezes the model and adds trainable LoRA adapters to all its linear layers (Hu et al. 2021)."""
-    from peft import LoraConfig
-
-    set_seed(args.seed)  # all processes draw the same adapters
-    model.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type=task_type))
-
-
 class OneTypeCache(StaticCache):
     def update(self, keys, values, *others, **options):
         """Keeps one dtype: under autocast, rotary keys are float32 and values bfloat16."""
@@ -923,6 +917,7 @@ def autocast(args):
 def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
+    set_seed(args.seed)  # all processes draw the same new weights
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
@@ -1086,7 +1081,7 @@ class Run:
         self.bar.close()
         if RANK:
             return
-        save_model(self.models["model"], self.output, self.args)
+        save_model(self.models["model"], self.output)
         self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -1096,17 +1091,11 @@ class Run:
             shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
 
 
-def save_model(model, folder, args):
-    """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
+def save_model(model, folder):
+    """Saves the model (safetensors) and its tokenizer; with LoRA the adapter alone (see tools/merge.py)."""
     model.save_pretrained(folder)
+    model.config.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
-    if args.lora_r:
-        from peft import PeftModel
-
-        base = type(model).from_pretrained(args.model, config=model.config, dtype=torch.float32)
-        base.generation_config = getattr(model, "generation_config", None)  # with the stop tokens
-        PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
-        model.tokenizer.save_pretrained(folder / "merged")
 
 
 def describe(folder, args):

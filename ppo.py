@@ -51,7 +51,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -139,7 +138,7 @@ class Args:
     reward_model: Annotated[Name, alias("--reward-model-path")] = f"{TOY}/reward_model"  # a classifier with one label
     reward_fn: Annotated[tuple[Name, ...], alias("--reward-funcs")] = ("reward_model",)  # or file.py:name; they add up
     reward_weights: tuple[float, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
-    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
+    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text or messages that end with the user's; reward functions get all columns ---
@@ -384,8 +383,7 @@ def read_logprobs(policy, reference, rollout, args):
     """Adds the reference's log-probabilities and the KL (B, T) to the rollout."""
     if args.bf16 or args.device != "cpu":  # the sampler reads token by token: with bf16 or TF32 its rounding matters
         rollout.old_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args)
-    with adapter_off(policy, reference):
-        rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
+    rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
     rollout.kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator)
 
 
@@ -565,8 +563,8 @@ CURVES = "scores$|/mean$|objective/kl$|eos_share$"  # metrics of curves.png
 
 
 def load_models(args):
-    """Loads policy and reward model, and makes the others of them: the reference (with LoRA the policy, while its
-    adapter is off) and the critic. None has dropout: rollout, scoring and loss use one distribution."""
+    """Loads policy and reward model, and makes the others of them: the reference, a copy, and the critic. None
+    has dropout: rollout, scoring and loss use one distribution."""
     policy = load_model(AutoModelForCausalLM, args.model)
     policy.stop_token_ids = []
     for text in args.stop_token:
@@ -582,11 +580,13 @@ def load_models(args):
         head = Head(torch.zeros(1, policy.get_output_embeddings().weight.shape[1]))
         critic = nn.ModuleDict({"base_model": deepcopy(policy.base_model), "score": head})
         critic.base_model.config.use_cache = False
-    reference = policy if args.lora_r else deepcopy(policy).requires_grad_(False)
-    if args.lora_r:
-        add_adapter(policy, args, "CAUSAL_LM")
+    reference = deepcopy(policy).requires_grad_(False)
+    if args.lora_r:  # trains adapters of all linear layers, and nothing else (Hu et al. 2021)
+        from peft import LoraConfig
+
+        policy.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
     models = [policy, reference, critic, reward_model]
-    for model in filter(None, dict.fromkeys(models)):
+    for model in filter(None, models):
         place(model, args)
     return models
 
@@ -854,7 +854,7 @@ def make_seed(*numbers):
 def load_model(auto_class, name, new_weights=()):
     """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
     missing, which the library would draw at random; those of a new head may be."""
-    require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: use the merged model")
+    require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: see tools/merge.py")
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
@@ -875,24 +875,6 @@ def eos_tokens(model):
         turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
         ids.add(tokenizer.encode(render_answer(turns, {}, tokenizer), add_special_tokens=False)[-1])
     return sorted(ids & tokenizer.added_tokens_decoder.keys())
-
-
-def add_adapter(model, args, task_type):
-    """Freezes the model and adds trainable LoRA adapters to all its linear layers (Hu et al. 2021)."""
-    from peft import LoraConfig
-
-    set_seed(args.seed)  # all processes draw the same adapters
-    model.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type=task_type))
-
-
-@contextmanager
-def adapter_off(policy, reference):
-    """With LoRA, the policy is the reference while its adapter is off, within this context."""
-    if reference is policy:
-        policy.disable_adapters()
-    yield
-    if reference is policy:
-        policy.enable_adapters()
 
 
 class Head(nn.Linear):
@@ -924,6 +906,7 @@ def autocast(args):
 def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
+    set_seed(args.seed)  # all processes draw the same new weights
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
@@ -1087,7 +1070,7 @@ class Run:
         self.bar.close()
         if RANK:
             return
-        save_model(self.models["model"], self.output, self.args)
+        save_model(self.models["model"], self.output)
         self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -1097,17 +1080,11 @@ class Run:
             shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
 
 
-def save_model(model, folder, args):
-    """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
+def save_model(model, folder):
+    """Saves the model (safetensors) and its tokenizer; with LoRA the adapter alone (see tools/merge.py)."""
     model.save_pretrained(folder)
+    model.config.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
-    if args.lora_r:
-        from peft import PeftModel
-
-        base = type(model).from_pretrained(args.model, config=model.config, dtype=torch.float32)
-        base.generation_config = getattr(model, "generation_config", None)  # with the stop tokens
-        PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
-        model.tokenizer.save_pretrained(folder / "merged")
 
 
 def describe(folder, args):

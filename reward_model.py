@@ -173,8 +173,6 @@ def train(args):
         schedule.step()
     run.finish()
     print(f"config.json has reward_bias {carry['reward_bias']:.3f}: other programs give rewards without it")
-    if args.lora_r and not RANK:
-        model.config.save_pretrained(run.output / "merged")  # with reward_bias and the pad token
 
 
 # --- 1. Encode --------------------------------------------------------------------------------------------------------
@@ -289,7 +287,6 @@ CURVES = "loss$|accuracy$|margin$"  # metrics of curves.png
 
 def load_classifier(args):
     """Loads the model. A language model gets a new head; its first rewards have a deviation of about 1 (N+ details)."""
-    set_seed(args.seed)  # all processes draw the same head and adapters
     one_label = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
     heads = ("score.weight", "lm_head.weight", "lm_head.bias", "embed_out.weight")  # the new one, and those that go
     model = load_model(SimpleNamespace(from_pretrained=one_label), args.model, heads)
@@ -530,7 +527,7 @@ def make_seed(*numbers):
 def load_model(auto_class, name, new_weights=()):
     """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
     missing, which the library would draw at random; those of a new head may be."""
-    require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: use the merged model")
+    require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: see tools/merge.py")
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
@@ -552,6 +549,7 @@ def autocast(args):
 def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
+    set_seed(args.seed)  # all processes draw the same new weights
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
@@ -715,7 +713,7 @@ class Run:
         self.bar.close()
         if RANK:
             return
-        save_model(self.models["model"], self.output, self.args)
+        save_model(self.models["model"], self.output)
         self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -725,17 +723,11 @@ class Run:
             shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
 
 
-def save_model(model, folder, args):
-    """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
+def save_model(model, folder):
+    """Saves the model (safetensors) and its tokenizer; with LoRA the adapter alone (see tools/merge.py)."""
     model.save_pretrained(folder)
+    model.config.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
-    if args.lora_r:
-        from peft import PeftModel
-
-        base = type(model).from_pretrained(args.model, config=model.config, dtype=torch.float32)
-        base.generation_config = getattr(model, "generation_config", None)  # with the stop tokens
-        PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
-        model.tokenizer.save_pretrained(folder / "merged")
 
 
 def describe(folder, args):

@@ -130,8 +130,10 @@ def train(args):
     """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     start(args)
     policy = load_policy(args)
-    if args.lora_r:
-        add_adapter(policy, args, "CAUSAL_LM")
+    if args.lora_r:  # trains adapters of all linear layers, and nothing else (Hu et al. 2021)
+        from peft import LoraConfig
+
+        policy.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
     place(policy, args)
 
     limit = min(args.max_length, getattr(policy.config.get_text_config(), "max_position_embeddings", args.max_length))
@@ -360,7 +362,6 @@ def show_samples(run, policy, texts, limit, args):
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
-# Title of a panel: pattern of the metrics in it
 CURVES = "loss$|accuracy$|grad_norm$"  # metrics of curves.png
 
 
@@ -370,7 +371,6 @@ def load_policy(args):
     if args.model:
         policy = load_model(AutoModelForCausalLM, args.model)
     else:
-        set_seed(args.seed)
         config = AutoConfig.from_pretrained(args.from_scratch)
         policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         policy.tokenizer = AutoTokenizer.from_pretrained(args.from_scratch)
@@ -501,7 +501,7 @@ def make_seed(*numbers):
 def load_model(auto_class, name, new_weights=()):
     """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
     missing, which the library would draw at random; those of a new head may be."""
-    require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: use the merged model")
+    require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: see tools/merge.py")
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
@@ -524,14 +524,6 @@ def eos_tokens(model):
     return sorted(ids & tokenizer.added_tokens_decoder.keys())
 
 
-def add_adapter(model, args, task_type):
-    """Freezes the model and adds trainable LoRA adapters to all its linear layers (Hu et al. 2021)."""
-    from peft import LoraConfig
-
-    set_seed(args.seed)  # all processes draw the same adapters
-    model.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type=task_type))
-
-
 def autocast(args):
     """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32. It
     keeps a bfloat16 copy of the weights until the context ends, but not with --gradient-checkpointing."""
@@ -543,6 +535,7 @@ def autocast(args):
 def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
+    set_seed(args.seed)  # all processes draw the same new weights
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
@@ -697,7 +690,7 @@ class Run:
         self.bar.close()
         if RANK:
             return
-        save_model(self.models["model"], self.output, self.args)
+        save_model(self.models["model"], self.output)
         self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -707,17 +700,11 @@ class Run:
             shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
 
 
-def save_model(model, folder, args):
-    """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
+def save_model(model, folder):
+    """Saves the model (safetensors) and its tokenizer; with LoRA the adapter alone (see tools/merge.py)."""
     model.save_pretrained(folder)
+    model.config.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
-    if args.lora_r:
-        from peft import PeftModel
-
-        base = type(model).from_pretrained(args.model, config=model.config, dtype=torch.float32)
-        base.generation_config = getattr(model, "generation_config", None)  # with the stop tokens
-        PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
-        model.tokenizer.save_pretrained(folder / "merged")
 
 
 def describe(folder, args):

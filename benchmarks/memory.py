@@ -74,21 +74,20 @@ class Plan:
     response: int = 512
     bf16: bool = True
     checkpointing: bool = False
-    lora: bool = False  # the policy has no gradients or moments, and is its own reference; adapters count as 0 bytes
+    lora: bool = False  # the policy has no gradients or moments; adapters count as 0 bytes
 
 
 def memory(m: Shape, p: Plan) -> dict[str, float]:
     """Bytes on a GPU, by purpose."""
     N, tokens = m.weights, p.prompt + p.response
-    trained, frozen = (p.trained - 1, p.frozen) if p.lora else (p.trained, p.frozen)
+    trained, frozen = (p.trained - 1, p.frozen + 1) if p.lora else (p.trained, p.frozen)
     per_token = (36 if p.bf16 else 64) * m.width
     activations = per_token * p.rows * tokens * m.layers
     if p.checkpointing:
         activations = (4 * m.width * m.layers + per_token) * p.rows * tokens
     casts = 2 * (N if not p.checkpointing else m.layer + m.embeddings) if p.bf16 else 0
     stored = 2 * N + 2 * m.vocab * m.width if p.bf16 else 4 * N  # of a frozen network
-    unchanging = stored * (frozen - p.lora) + 4 * N * p.lora
-    held = {"weights": 4 * N * trained + unchanging, "gradients": 4 * N * trained, "Adam": 8 * N * trained}
+    held = {"weights": 4 * N * trained + stored * frozen, "gradients": 4 * N * trained, "Adam": 8 * N * trained}
     update = {"activations": activations + casts, "logits": 12 * p.rows * p.response * m.vocab}
     cache = (2 if p.bf16 else 4) * 2 * m.layers * m.kv_width * p.rollout_rows * tokens + 12 * p.rollout_rows * m.vocab
     in_update = sum(held.values()) + sum(update.values())

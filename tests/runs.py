@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from sources import ROOT, SCRIPTS
+from sources import ROOT, SCRIPTS, load
 from torch import nn
 
 GOLD = "toy/gold_score.py:gold_score"
@@ -155,6 +155,11 @@ def weights_of(folder):
     files = [*folder.glob("*model.safetensors"), *folder.glob("*/*model.safetensors")]
     assert files
     return {f"{file.relative_to(folder)}: {name}": x for file in files for name, x in load_file(file).items()}
+
+
+def merged(folder):
+    """The complete model of a run with an adapter, by tools/merge.py."""
+    return load("tools/merge.py", "tools_merge").merge(folder)
 
 
 def assert_same_run(folder, other):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from by_hand import SETTINGS, agree, evaluated, ids_of, read_text, saved, toy_rows, write_data, write_model
-from runs import run, slow_but, untimed, write_rows
+from runs import merged, run, slow_but, untimed, write_rows
 from sources import ROOT
 from transformers import AutoTokenizer
 
@@ -91,7 +91,7 @@ def test_evaluation_by_hand(more, tmp_path):
     with torch.enable_grad():
         lines = run(dpo, tmp_path / "run", **given)
         again = run(dpo, tmp_path / "again", precompute_ref=True, **given)
-    after = saved(tmp_path / ("run/merged" if more else "run"))
+    after = saved(merged(tmp_path / "run") if more else tmp_path / "run")
     both = [logps_and_rewards(after, saved(model), row, 64, 0.3) for row in tests]
     logps, rewards = torch.tensor(both).unbind(1)  # (12, 2)
     gap = rewards[:, 0] - rewards[:, 1]

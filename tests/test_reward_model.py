@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from by_hand import EOS, SETTINGS, TOKENIZER, agree, evaluated, ids_of, toy_rows, write_data, write_model
-from runs import run, watch, write_rows
+from runs import merged, run, watch, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -111,7 +111,7 @@ def test_rewards_of_other_models_are_centred(kind, more, preferences, tmp_path):
     model = write_model(tmp_path / "model", kind)
     given = SETTINGS | more | dict(model=model, dataset=preferences.folder, save_total_limit=1, save_steps=1)
     lines = run(reward_model, tmp_path / "run", **given)
-    folder = tmp_path / ("run/merged" if "lora_r" in more else "run")
+    folder = merged(tmp_path / "run") if "lora_r" in more else tmp_path / "run"
     after = classifier(folder)
     agree(evaluated(lines[-1]), evaluation(after, preferences.tests))
     assert torch.cat(rewards(after, preferences.rows)).mean().item() == pytest.approx(0, abs=1e-4)
