@@ -83,10 +83,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 Positive = pydantic.PositiveFloat
 NonNegative = pydantic.NonNegativeFloat
 Share = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
 Count = pydantic.PositiveInt
 Natural = pydantic.NonNegativeInt
-Name = Annotated[str, Field(min_length=1)]
 
 
 def alias(*flags):
@@ -116,26 +114,26 @@ class Args:
     kl_coef: NonNegative = 0.0  # weight of the KL to the initial model in the loss (DPOK; 0 in DDPO)
     # --- Optimisation ---
     train_learning_rate: Positive = 3e-4  # learning rate of AdamW, constant (TRL)
-    train_adam_beta1: Decay = 0.9  # beta1 of AdamW (TRL)
-    train_adam_beta2: Decay = 0.999  # beta2 of AdamW (TRL)
+    train_adam_beta1: Share = 0.9  # beta1 of AdamW (TRL)
+    train_adam_beta2: Share = 0.999  # beta2 of AdamW (TRL)
     train_adam_epsilon: Positive = 1e-8  # epsilon of AdamW (TRL)
     train_adam_weight_decay: NonNegative = 1e-4  # weight decay of AdamW (TRL)
     train_max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm (TRL)
     # --- Model: a folder, or a name on the hub ---
-    model: Name = f"{TOY}/shapes/sd"  # a Stable Diffusion pipeline
-    reward_fn: tuple[Name, ...] = (f"{TOY}/shapes/make.py:left_ink",)  # file.py:name of f(images, prompts, metadata)
+    model: str = f"{TOY}/shapes/sd"  # a Stable Diffusion pipeline
+    reward_fn: tuple[str, ...] = (f"{TOY}/shapes/make.py:left_ink",)  # file.py:name of f(images, prompts, metadata)
     reward_weights: tuple[float, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters on the UNet's attention (Hu et al. 2021), 0 for none (TRL: 4)
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text; the whole row is the metadata of its image ---
-    dataset: Name = f"{TOY}/shapes/data"  # folder of train.jsonl, one such file, or a name on the hub
+    dataset: str = f"{TOY}/shapes/data"  # folder of train.jsonl, one such file, or a name on the hub
     # --- Run ---
     seed: Natural = 1  # seed of the noise, the order of prompts, mini-batches and steps, and adapters
     num_epochs: Count = 25  # epochs: one batch of images each (TRL: 100)
-    output_dir: Name | None = None  # folder for all output; by default a new folder runs/SCRIPT__SEED__TIME
-    resume: Annotated[Name | None, alias("--resume-from")] = None  # folder of a run to continue
-    device: Name = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
+    output_dir: str | None = None  # folder for all output; by default a new folder runs/SCRIPT__SEED__TIME
+    resume: Annotated[str | None, alias("--resume-from")] = None  # folder of a run to continue
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
     image_steps: Count = 5  # epochs between pictures in images/, which show the initial model above the policy
     save_steps: Annotated[Count, alias("--save-freq")] = 10  # epochs between checkpoints of the full state of the run
     # checkpoints to keep, also after the run; by default one, and none after it
@@ -741,8 +739,10 @@ class Run:
         """Prints rows of texts, and saves the tensors that belong to them in samples/, for tools/xray.py."""
         if RANK:
             return
-        rows = ["".join(f"{name}: {text}\n" for name, text in zip(columns, row)) for row in zip(*columns.values())]
-        self.bar.write("\n".join(rows))
+        for row in zip(*columns.values()):
+            for name, text in zip(columns, row):
+                self.bar.write(f"{name}: {text}")
+            self.bar.write("")
         tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
         (self.output / "samples").mkdir(exist_ok=True)
         save_file(tensors, self.output / f"samples/step-{self.step:08d}.safetensors")
@@ -762,17 +762,15 @@ class Run:
             old.unlink()
 
     def restore(self):
-        """Continues from the newest checkpoint, or starts from scratch if there is none."""
+        """Continues from the newest checkpoint."""
         found = sorted(self.output.glob("checkpoints/step-*.pt"))
-        is_over = (self.output / "README.md").exists() and not found
-        require(not is_over, f"{self.output} is complete, and kept no checkpoint (see --save-total-limit)")
-        for file in found[-1:]:
-            print(f"reading {file} (if it is damaged, remove it)")
-            state = torch.load(file, map_location="cpu", weights_only=True)
-            self.models.load_state_dict(state["weights"], strict=False)  # it has the trained weights alone
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.step = state["step"]
-            self.carry.update(state["carry"])
+        require(found, f"{self.output} has no checkpoint (see --save-steps and --save-total-limit)")
+        print(f"reading {found[-1]} (if it is damaged, remove it)")
+        state = torch.load(found[-1], map_location="cpu", weights_only=True)
+        self.models.load_state_dict(state["weights"], strict=False)  # it has the trained weights alone
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+        self.carry.update(state["carry"])
         if not RANK:
             lines = (self.output / "metrics.jsonl").read_text().splitlines(keepends=True)
             (self.output / "metrics.jsonl").write_text("".join(lines[: self.step]))  # one line for each step
@@ -797,8 +795,9 @@ def describe(folder, args):
     import pandas
 
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    curves = lines.filter(regex=CURVES).astype(float).rename(index=lambda i: i + 1)  # steps count from 1
-    axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-", xlabel="step")
+    lines.index += 1  # steps count from 1
+    curves = lines.filter(regex=CURVES).astype(float)
+    axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-")
     axes.flat[0].figure.savefig(folder / "curves.png", bbox_inches="tight")
     settings = (folder / "args.json").read_text()
     card = f"---\ntags: [{Path(__file__).stem}]\n---\nTrained from {args.model or 'scratch'} on {args.dataset}.\n"

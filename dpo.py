@@ -80,7 +80,6 @@ Share = Annotated[float, Field(ge=0, le=1)]
 MinorShare = Annotated[float, Field(ge=0, lt=0.5)]
 Count = pydantic.PositiveInt
 Natural = pydantic.NonNegativeInt
-Name = Annotated[str, Field(min_length=1)]
 
 
 def alias(*flags):
@@ -113,23 +112,23 @@ class Args:
     per_device_train_batch_size: Count | None = None  # TRL: x accumulation x GPUs = batch_size
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
     # --- Model: a folder, or a name on the hub ---
-    model: Annotated[Name, alias("--model-name-or-path", "--sft-model-path")] = f"{TOY}/sft"  # first policy
+    model: Annotated[str, alias("--model-name-or-path", "--sft-model-path")] = f"{TOY}/sft"  # first policy
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, `chosen`, `rejected`, texts or messages; or two conversations ---
 
     # folder of SPLIT.jsonl or SPLIT.parquet, one such file, or a name on the hub
-    dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/data/preferences"
-    dataset_config: Annotated[Name | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
-    dataset_train_split: Name = "train"  # split to train on
-    dataset_test_split: Name | None = "validation"  # split to evaluate on, if there is one
+    dataset: Annotated[str, alias("--dataset-name")] = f"{TOY}/data/preferences"
+    dataset_config: Annotated[str | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
+    dataset_train_split: str = "train"  # split to train on
+    dataset_test_split: str | None = "validation"  # split to evaluate on, if there is one
     # --- Run ---
     seed: Natural = 1  # seed of the order of pairs, of adapters, and of the answers shown
     num_train_epochs: Positive = 1.0  # passes over the pairs
-    output_dir: Name | None = None  # folder for all output; by default a new folder runs/SCRIPT__SEED__TIME
-    resume: Annotated[Name | None, alias("--resume-from-checkpoint")] = None  # folder of a run to continue
-    device: Name = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
+    output_dir: str | None = None  # folder for all output; by default a new folder runs/SCRIPT__SEED__TIME
+    resume: Annotated[str | None, alias("--resume-from-checkpoint")] = None  # folder of a run to continue
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
     save_steps: Count = 100  # steps between checkpoints, which hold the full state of the run
     save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
     eval_steps: Count = 100  # steps between evaluations; the last step is always followed by one
@@ -165,8 +164,9 @@ def train(args):
             known_ref_logps[rows] = read_reference(reference, [pairs[i] for i in rows], args)
         reference = None  # frees its memory
 
-    weights = [p for p in policy.parameters() if p.requires_grad]  # below, fused is ten times as fast on a CPU
-    optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
+    # fused: ten times as fast on a CPU
+    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(policy.parameters(), **options)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
     run = Run(args, num_steps, optimizer, schedule, {}, model=policy)
     for step in run.steps():
@@ -499,7 +499,7 @@ def read_rows(name, config, split):
         with open(files[0], "rb") as lines:
             rows = parse(lines, json.loads, files[0])
     elif files:
-        rows = datasets.load_dataset("parquet", data_files=str(files[0]), split="train").to_list()
+        rows = datasets.Dataset.from_parquet(str(files[0])).to_list()
     elif not path.exists() and part in datasets.get_dataset_split_names(name, config):
         rows = datasets.load_dataset(name, config, split=part).to_list()
     else:
@@ -726,8 +726,10 @@ class Run:
         """Prints rows of texts, and saves the tensors that belong to them in samples/, for tools/xray.py."""
         if RANK:
             return
-        rows = ["".join(f"{name}: {text}\n" for name, text in zip(columns, row)) for row in zip(*columns.values())]
-        self.bar.write("\n".join(rows))
+        for row in zip(*columns.values()):
+            for name, text in zip(columns, row):
+                self.bar.write(f"{name}: {text}")
+            self.bar.write("")
         tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
         (self.output / "samples").mkdir(exist_ok=True)
         save_file(tensors, self.output / f"samples/step-{self.step:08d}.safetensors")
@@ -747,17 +749,15 @@ class Run:
             old.unlink()
 
     def restore(self):
-        """Continues from the newest checkpoint, or starts from scratch if there is none."""
+        """Continues from the newest checkpoint."""
         found = sorted(self.output.glob("checkpoints/step-*.pt"))
-        is_over = (self.output / "README.md").exists() and not found
-        require(not is_over, f"{self.output} is complete, and kept no checkpoint (see --save-total-limit)")
-        for file in found[-1:]:
-            print(f"reading {file} (if it is damaged, remove it)")
-            state = torch.load(file, map_location="cpu", weights_only=True)
-            self.models.load_state_dict(state["weights"], strict=False)  # it has the trained weights alone
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.step = state["step"]
-            self.carry.update(state["carry"])
+        require(found, f"{self.output} has no checkpoint (see --save-steps and --save-total-limit)")
+        print(f"reading {found[-1]} (if it is damaged, remove it)")
+        state = torch.load(found[-1], map_location="cpu", weights_only=True)
+        self.models.load_state_dict(state["weights"], strict=False)  # it has the trained weights alone
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+        self.carry.update(state["carry"])
         if not RANK:
             lines = (self.output / "metrics.jsonl").read_text().splitlines(keepends=True)
             (self.output / "metrics.jsonl").write_text("".join(lines[: self.step]))  # one line for each step
@@ -789,8 +789,9 @@ def describe(folder, args):
     import pandas
 
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    curves = lines.filter(regex=CURVES).astype(float).rename(index=lambda i: i + 1)  # steps count from 1
-    axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-", xlabel="step")
+    lines.index += 1  # steps count from 1
+    curves = lines.filter(regex=CURVES).astype(float)
+    axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-")
     axes.flat[0].figure.savefig(folder / "curves.png", bbox_inches="tight")
     settings = (folder / "args.json").read_text()
     card = f"---\ntags: [{Path(__file__).stem}]\n---\nTrained from {args.model or 'scratch'} on {args.dataset}.\n"

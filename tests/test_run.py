@@ -70,12 +70,12 @@ def kill(folder, copy, step):
 
 
 QUICK = [("ppo", 1), ("sft", 1)]
-STEPS = slow_but(QUICK, [(name, 1) for name in NAMES] + [("ppo", 0), ("ppo", 99)])
+STEPS = slow_but(QUICK, [(name, 1) for name in NAMES] + [("ppo", 99)])
 
 
 @pytest.mark.parametrize(("name", "step"), STEPS)
 def test_resumed_equals_uninterrupted(name, step, whole, tmp_path):
-    """Killed while a checkpoint was written, after step 1, before the first one, or when all steps were made."""
+    """Killed while a checkpoint was written, after step 1, or when all steps were made."""
     copy = kill(whole(name), tmp_path / "cut", step)
     (copy / "checkpoints/unfinished.pt").write_bytes(b"half of a")
     main(name, "--resume", copy)
@@ -86,11 +86,12 @@ def test_resumed_equals_uninterrupted(name, step, whole, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "ddpo"])
 def test_killed_while_it_writes_a_checkpoint(name, whole, settings_of, tmp_path):
-    """It goes on from there or from the one before, and draws its curves."""
+    """It goes on from the one before, and draws its curves."""
     folder = tmp_path / "run"
     process = fork(os.devnull, main, name, *words_of(**settings_of(name), output_dir=folder))
     while process.is_alive():
-        if (folder / "checkpoints/unfinished.pt").exists() or len(checkpoints(folder)) == 2:
+        made = checkpoints(folder)
+        if made and (folder / "checkpoints/unfinished.pt").exists() or len(made) == 2:
             process.kill()
         time.sleep(0.001)
     resumed = fork(os.devnull, main, name, "--resume", folder)
@@ -176,7 +177,7 @@ def test_which_checkpoints_are_made_and_kept(settings_of, tmp_path, monkeypatch)
 
 
 def test_a_folder_with_a_run_is_not_written_over(whole, tiny):
-    with pytest.raises(SystemExit, match="exists"):
+    with pytest.raises(FileExistsError):
         main("ppo", *words_of(**tiny["ppo"]), "--output-dir", whole("ppo"))
 
 
