@@ -119,7 +119,6 @@ class Args:
     # --- Optimisation ---
     learning_rate: Positive | None = None  # by default from the policy's size, and ten times as high with LoRA
     critic_learning_rate: Positive | None = None  # by default that of the policy without LoRA
-    critic_warmup_updates: Natural = 0  # number of first updates that train only the critic
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "linear"  # TRL's
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate warms up from 0
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
@@ -179,8 +178,6 @@ def train(args):
     run = Run(args, num_updates, optimizer, schedule, carry, model=policy, critic=critic)
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
-        if step <= args.critic_warmup_updates:
-            optimizer.param_groups[0]["lr"] = 0.0  # until schedule.step(): only the policy's Adam moments change
 
         # 1. Sample
         rows = [prompts[i] for i in order[(step - 1) * B : step * B]]
@@ -247,10 +244,9 @@ class Rollout:
         return ids, mask.long()
 
     def select(self, index):
-        """Selects episodes by row number, without columns that are padding in all of them. Widths are rounded up to
-        multiples of 8: on some devices each new shape costs time."""
-        P = math.ceil(self.prompt_mask[index].sum(1).max() / 8) * 8
-        T = math.ceil(self.mask[index].sum(1).max() / 8) * 8
+        """Selects episodes by row number, without columns that are padding in all of them."""
+        P = self.prompt_mask[index].sum(1).max().item()
+        T = self.mask[index].sum(1).max().item()
         part = copy(self)
         part.rows = [self.rows[i] for i in index.tolist()]
         for name, x in vars(self).items():
@@ -349,7 +345,7 @@ def sample_batch(policy, rows, args):
     share = torch.arange(len(rows)).tensor_split(WORLD_SIZE)[RANK]  # row numbers of this process
     parts = []
     with autocast(args):
-        for index in share.split(args.local_rollout_forward_batch_size):
+        for index in share.split(args.local_rollout_forward_batch_size or 4 * args.micro_batch_size):
             part = sample(policy, prompts[index], prompt_mask[index], uniforms[index], args.temperature)
             parts.append(part)
     columns = [all_gather(torch.cat(x)) for x in zip(*parts)]  # responses, mask, ended, logprobs
@@ -609,7 +605,6 @@ def choose_sizes(args, policy, prompts):
     per_prompt = num_updates * batch_size / len(prompts)
     print(f"{num_updates} updates of {batch_size} responses, {rows} at a time; {per_prompt:.1f} for each prompt")
     sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
-    sizes["local_rollout_forward_batch_size"] = args.local_rollout_forward_batch_size or 4 * rows
     return replace(args, per_device_train_batch_size=None, **sizes)
 
 

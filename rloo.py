@@ -221,10 +221,9 @@ class Rollout:
         return ids, mask.long()
 
     def select(self, index):
-        """Selects episodes by row number, without columns that are padding in all of them. Widths are rounded up to
-        multiples of 8: on some devices each new shape costs time."""
-        P = math.ceil(self.prompt_mask[index].sum(1).max() / 8) * 8
-        T = math.ceil(self.mask[index].sum(1).max() / 8) * 8
+        """Selects episodes by row number, without columns that are padding in all of them."""
+        P = self.prompt_mask[index].sum(1).max().item()
+        T = self.mask[index].sum(1).max().item()
         part = copy(self)
         part.rows = [self.rows[i] for i in index.tolist()]
         for name, x in vars(self).items():

@@ -14,7 +14,7 @@ SETTINGS = dict(batch_size=8, total_episodes=40, response_length=8, temperature=
 SETTINGS |= dict(num_ppo_epochs=2, num_mini_batches=2, missing_eos_penalty=0.4)
 OTHERS = dict(reward_weights=(1.0, 0.5), whiten_rewards=True, stop_token=(".",))  # that the short file does not have
 OTHERS |= dict(kl_estimator="k3", kl_target=0.065, kl_horizon=40)
-OTHERS |= dict(critic_learning_rate=5e-4, critic_warmup_updates=2, lr_scheduler_type="cosine", warmup_ratio=0.2)
+OTHERS |= dict(critic_learning_rate=5e-4, lr_scheduler_type="cosine", warmup_ratio=0.2)
 OTHERS |= dict(weight_decay=0.1, adam_betas=(0.8, 0.95), adam_epsilon=1e-3, max_grad_norm=0.02)
 OTHERS |= dict(num_sample_generations=0, micro_batch_size=3, device="cpu")
 
@@ -47,7 +47,7 @@ EDITS = [
 """),
     (RATE, """
     share = [0, *(0.5 + 0.5 * math.cos(math.pi * i / 4) for i in range(4))][update - 1]
-    optimizer.param_groups[0]["lr"] = args.learning_rate * share * (update > 2)
+    optimizer.param_groups[0]["lr"] = args.learning_rate * share
     optimizer.param_groups[1]["lr"] = 5e-4 * share
 """),
     (EPOCH, "    norms, ratios = [], []\n" + EPOCH),

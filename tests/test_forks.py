@@ -158,6 +158,17 @@ def test_pretraining_texts(train, tmp_path):
     assert lines[0]["policy/grad_norm"] == pytest.approx(1e4 * norm, rel=1e-2)
 
 
+def test_critic_warm_up(train, tmp_path):
+    """The policy stays as it was for one update, but not for two; the critic learns from the first."""
+    policy, reward = (load_file(ROOT / f"toy/{name}/model.safetensors") for name in ("sft", "reward_model"))
+    for num_updates in (1, 2):
+        _, calls = train("Critic warm-up", "update", total_episodes=8 * num_updates, critic_warmup_updates=1)
+        after = load_file(sorted(tmp_path.glob("run*"))[-1] / "model.safetensors")
+        assert all(torch.equal(x, policy[name]) for name, x in after.items()) == (num_updates == 1)
+        critic = calls[0][2]
+        assert not torch.equal(critic.score.weight, reward["score.weight"])
+
+
 def test_moving_average(train, tmp_path):
     """After one step: 0.9 of the weights before and 0.1 of those after it."""
     train("Moving average", "update", total_episodes=8, num_ppo_epochs=1, ema_decay=0.9)
