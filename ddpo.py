@@ -702,8 +702,9 @@ class Run:
         if args.track:
             import wandb
 
+            project = os.environ.get("WANDB_PROJECT", "rlhf")
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
-            self.wandb = wandb.init(project=os.environ.get("WANDB_PROJECT", "rlhf"), **options)
+            self.wandb = wandb.init(project=project, **options)
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the
@@ -715,7 +716,8 @@ class Run:
             self.step_started = time.perf_counter()
             yield self.step
             is_late = time.time() - self.saved_at > 600
-            stops, lates = all_reduce(torch.tensor([int(self.stop_requested), int(is_late)])).tolist()
+            wishes = torch.tensor([int(self.stop_requested), int(is_late)])
+            stops, lates = all_reduce(wishes).tolist()
             self.stop_requested = stops > 0  # in any process
             if stops or lates or self.step % self.args.save_steps == 0:
                 self.save()
@@ -723,7 +725,8 @@ class Run:
     def log(self, stats, *shown):
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
         stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
-        self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
+        values = {name.split("/")[-1]: stats[name] for name in shown}
+        self.bar.set_postfix(values, refresh=False)
         self.bar.update()
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
@@ -758,7 +761,8 @@ class Run:
         state = {"step": self.step, "carry": self.carry, "weights": weights, "optimizer": self.optimizer.state_dict()}
         torch.save(state, folder / "unfinished.pt")
         (folder / "unfinished.pt").rename(folder / f"step-{self.step:08d}.pt")
-        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
+        files = sorted(folder.glob("step-*.pt"))
+        for old in files[: -(self.args.save_total_limit or 1)]:
             old.unlink()
 
     def restore(self):
@@ -772,8 +776,9 @@ class Run:
         self.step = state["step"]
         self.carry.update(state["carry"])
         if not RANK:
-            lines = (self.output / "metrics.jsonl").read_text().splitlines(keepends=True)
-            (self.output / "metrics.jsonl").write_text("".join(lines[: self.step]))  # one line for each step
+            file = self.output / "metrics.jsonl"
+            lines = file.read_text().splitlines(keepends=True)
+            file.write_text("".join(lines[: self.step]))  # one line for each step
 
     def finish(self):
         """Saves the model, the model card and the curves."""

@@ -250,9 +250,14 @@ class Rollout:
         part = copy(self)
         part.rows = [self.rows[i] for i in index.tolist()]
         for name, x in vars(self).items():
-            if isinstance(x, Tensor):
-                columns = slice(-P, None) if name in ("prompts", "prompt_mask") else slice(T)
-                setattr(part, name, x[index][:, columns] if x.dim() == 2 else x[index])
+            if not isinstance(x, Tensor):
+                continue
+            x = x[index]
+            if name in ("prompts", "prompt_mask"):
+                x = x[:, -P:]
+            elif x.dim() == 2:
+                x = x[:, :T]
+            setattr(part, name, x)
         return part
 
     def micro_batches(self, index, args):
@@ -303,8 +308,11 @@ def sample_categorical(logits, uniforms):
 
 @torch.no_grad()
 def sample(policy, prompts, prompt_mask, uniforms, temperature):
-    """Samples one response to each prompt (B, P) from softmax(logits / temperature), by the random numbers `uniforms`
-    (B, T). Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the tokens, 0 on padding."""
+    """Samples one response to each prompt (B, P) from softmax(logits / temperature); ignores the generation config.
+
+    `uniforms` (B, T) are the random numbers. Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T)
+    of the sampled tokens, 0 on padding.
+    """
     B, T = uniforms.shape
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
@@ -335,12 +343,15 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature):
             tokens = tokens[unfinished]
             attention_mask = attention_mask[unfinished]
     mask, ended = response_mask(responses, policy.stop_token_ids)  # false on tokens sampled after the stop token
-    return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
+    responses = responses.masked_fill(~mask, policy.tokenizer.pad_token_id)
+    logprobs = logprobs.masked_fill(~mask, 0.0)
+    return responses, mask, ended, logprobs
 
 
 def sample_batch(policy, rows, args):
     """Step 1: samples a response to the prompt of each row."""
-    prompts, prompt_mask = pad([row["input_ids"] for row in rows], policy.tokenizer, args, "left")  # (B, P)
+    input_ids = [row["input_ids"] for row in rows]
+    prompts, prompt_mask = pad(input_ids, policy.tokenizer, args, "left")  # (B, P)
     uniforms = torch.rand(len(rows), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
     share = torch.arange(len(rows)).tensor_split(WORLD_SIZE)[RANK]  # row numbers of this process
     parts = []
@@ -397,12 +408,15 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
 def read_head(model, input_ids, attention_mask):
     """(B, S) a number for each position, by the linear head of a critic or reward model."""
     states = forward(model.base_model, input_ids, attention_mask).last_hidden_state  # (B, S, D)
-    return model.score(states).squeeze(-1)
+    with torch.autocast(states.device.type, enabled=False):  # bfloat16 is too coarse for a value or a reward
+        return model.score(states.float()).squeeze(-1)
 
 
 def critic_values(critic, r):
     """(b, T) values, each read one position before its token."""
-    return read_head(critic, *r.joined())[:, -r.mask.shape[1] - 1 : -1]
+    T = r.mask.shape[1]
+    values = read_head(critic, *r.joined())  # (b, P+T)
+    return values[:, -T - 1 : -1]
 
 
 # --- 3. Reward --------------------------------------------------------------------------------------------------------
@@ -486,22 +500,34 @@ def update(policy, critic, optimizer, rollout, args):
                     entropy = -log_softmax.exp().mul_(log_softmax).sum(-1)  # (b, T)
                 del logits, log_softmax  # the largest tensors of the update: the graph keeps what it needs
                 pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, r.mask, args.cliprange)
-                (masked_sum(pg_loss, r.mask) / num_tokens).backward()  # frees the activations of the policy
+                loss = masked_sum(pg_loss, r.mask) / num_tokens
+                loss.backward()  # frees the activations of the policy
                 with autocast(args):
                     values = critic_values(critic, r)  # (b, T)
                 vf_loss, vf_clipped = value_loss(values, r.values, r.returns, r.mask, args.cliprange_value)
-                (args.vf_coef * masked_sum(vf_loss, r.mask) / num_tokens).backward()
-                seen = {"loss/policy_avg": pg_loss, "policy/clipfrac_avg": pg_clipped, "policy/entropy_avg": entropy}
-                seen |= {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped, "val/ratio": ratio}
-                seen |= {"ratio_squared": ratio**2, "ratio_error": (ratio - 1).abs(), "tokens": torch.ones_like(ratio)}
-                seen["policy/approxkl_avg"] = 0.5 * (logprobs - r.old_logprobs) ** 2
+                loss = args.vf_coef * masked_sum(vf_loss, r.mask) / num_tokens
+                loss.backward()
+                seen = {
+                    "loss/policy_avg": pg_loss,
+                    "loss/value_avg": vf_loss,
+                    "policy/clipfrac_avg": pg_clipped,
+                    "policy/entropy_avg": entropy,
+                    "policy/approxkl_avg": 0.5 * (logprobs - r.old_logprobs) ** 2,
+                    "val/clipfrac_avg": vf_clipped,
+                    "val/ratio": ratio,
+                    "ratio_squared": ratio**2,
+                    "ratio_error": (ratio - 1).abs(),
+                    "tokens": torch.ones_like(ratio),
+                }
                 sums.update({name: masked_sum(x.detach(), r.mask) for name, x in seen.items()})  # a Counter adds
-            sums = dict(zip(sums, all_reduce(torch.stack(list(sums.values()))).tolist()))
+            values = all_reduce(torch.stack(list(sums.values()))).tolist()
+            sums = dict(zip(sums, values))
             if not totals:
                 first_error = sums["ratio_error"] / sums["tokens"]
             totals.update(sums)
-            norms.append([clip_gradient(parameters, args.max_grad_norm).item() for parameters in trained])
-            if math.isfinite(sum(norms[-1])):  # otherwise the step would turn the weights into NaN
+            both = [clip_gradient(parameters, args.max_grad_norm).item() for parameters in trained]
+            norms.append(both)
+            if math.isfinite(sum(both)):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
                 num_steps += 1
     optimizer.zero_grad()
@@ -523,6 +549,7 @@ def rollout_stats(rollout, kl_coef):
     kl = masked_sum(rollout.kl, mask).item() / B
     returns = rollout.returns[mask]
     residuals = returns - rollout.values[mask]
+    unexplained = residuals.var() / returns.var().clamp(min=1e-8)  # of a constant critic: 1
     stats = {
         "objective/kl": kl,
         "objective/kl_coef": kl_coef,
@@ -534,7 +561,7 @@ def rollout_stats(rollout, kl_coef):
         "val/num_eos_tokens": rollout.ended.sum().item(),
         "val/eos_share": rollout.ended.float().mean().item(),
         "val/response_length": mask.sum(1).float().mean().item(),
-        "val/explained_variance": 1 - (residuals.var() / returns.var().clamp(min=1e-8)).item(),  # of a constant: 0
+        "val/explained_variance": 1 - unexplained.item(),
     }
     for name, rewards in rollout.reward_table.items():
         known = rewards[~rewards.isnan()]
@@ -571,14 +598,17 @@ def load_models(args):
     if reward_model:
         critic = deepcopy(reward_model).requires_grad_(True)  # as in the N+ details
     else:  # a head on a copy of the policy: V starts at 0. In OPT-350m, states have half of hidden_size
-        head = Head(torch.zeros(1, policy.get_output_embeddings().weight.shape[1]))
+        head = nn.Linear(policy.get_output_embeddings().weight.shape[1], 1)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
         critic = nn.ModuleDict({"base_model": deepcopy(policy.base_model), "score": head})
         critic.base_model.config.use_cache = False
     reference = deepcopy(policy).requires_grad_(False)
     if args.lora_r:  # trains adapters of all linear layers, and nothing else (Hu et al. 2021)
         from peft import LoraConfig
 
-        policy.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+        config = LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        policy.add_adapter(config)
     models = [policy, reference, critic, reward_model]
     for model in filter(None, models):
         place(model, args)
@@ -592,12 +622,15 @@ def choose_sizes(args, policy, prompts):
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
     size = policy.num_parameters()
     # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
-    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
+    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6)
+    if args.lora_r:
+        rate *= 10
     rate = args.learning_rate or float(f"{rate:.2g}")
     parts = args.num_mini_batches * WORLD_SIZE
     per_device = args.per_device_train_batch_size
     batch_size = per_device * args.gradient_accumulation_steps * parts if per_device else args.batch_size
-    rows = args.micro_batch_size or per_device or (16 if args.device == "cpu" else max(1, 8192 // longest))
+    rows = 16 if args.device == "cpu" else max(1, 8192 // longest)
+    rows = args.micro_batch_size or per_device or rows
     num_updates = args.total_episodes // batch_size
     require(batch_size % parts == 0, f"{batch_size} responses are no multiple of {parts} (mini-batches x processes)")
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {batch_size}")
@@ -623,7 +656,8 @@ def load_reward_model(args, policy):
     model = load_model(AutoModelForSequenceClassification, args.reward_model)
     is_causal = model.config.num_labels == 1 and hasattr(model, "score")
     require(is_causal, f"{args.reward_model} is not a causal model with one label: see rewards/classifier.py")
-    model.score = Head(model.score.weight, getattr(model.config, "reward_bias", 0.0))
+    bias = getattr(model.config, "reward_bias", 0.0)
+    model.score.bias = nn.Parameter(torch.tensor([bias]))
     model.config.use_cache = False
     return model.requires_grad_(False)
 
@@ -639,7 +673,8 @@ def score_responses(rollout, reward_fns, tokenizer, args):
     if args.stop_token:  # without stop tokens, no response ends
         scores = torch.where(rollout.ended, scores, scores - args.missing_eos_penalty)  # in the N+ details: -1
     unscored = table[weights != 0].isnan().all(0)
-    rollout.scores = torch.where(unscored, scores[~unscored].mean().nan_to_num(), scores)
+    mean = scores[~unscored].mean().nan_to_num()
+    rollout.scores = torch.where(unscored, mean, scores)
 
 
 def model_reward(model, rollout, tokenizer, args):
@@ -707,12 +742,14 @@ def function_reward(function, rollout, tokenizer, args):
     columns["prompts"] = columns["prompt"]
     columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
     columns["completions"] = decode(r, tokenizer)
-    columns["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses.cpu(), r.mask.cpu())]
+    responses = zip(r.responses.cpu(), r.mask.cpu())  # the GPU is read once, not for each row
+    columns["completion_ids"] = [ids[real].tolist() for ids, real in responses]
     columns["ended"] = r.ended.tolist()
     if isinstance(columns["prompt"][0], list):
         columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
     with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
-        rewards = [math.nan if x is None else x for x in function(**columns)]
+        rewards = function(**columns)
+    rewards = [math.nan if x is None else x for x in rewards]
     require(len(rewards) == len(r.rows), f"{function.__name__} returned {len(rewards)} rewards for {len(r.rows)} rows")
     return all_gather(torch.tensor(rewards, dtype=torch.float32, device=args.device))
 
@@ -807,20 +844,25 @@ def render(messages, row, tokenizer, **options):
 
 def render_answer(messages, row, tokenizer):
     """Renders messages up to and including the token that ends the last one, such as <|im_end|>, or else EOS."""
-    head, content, tail = render(messages, row, tokenizer).rpartition(messages[-1]["content"].strip())
-    ends = [str(token) for token in tokenizer.added_tokens_decoder.values() if str(token) in tail]
-    end = min(ends, key=tail.find, default=tokenizer.eos_token)
+    content = messages[-1]["content"].strip()
+    head, _, tail = render(messages, row, tokenizer).rpartition(content)
+    ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    found = [end for end in ends if end in tail]
+    end = min(found, key=tail.find, default=tokenizer.eos_token)
     return head + content + tail.partition(end)[0] + end
 
 
 def encode(texts, tokenizer, is_chat=False):
     """Token ids of texts that go on: without the EOS that some tokenizers add. A chat template writes BOS itself."""
     rows = []
-    for start in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
+    starts = range(0, len(texts), 1000)
+    for start in tqdm(starts, desc="encoding", disable=len(texts) < 20_000):
         batch = tokenizer(texts[start : start + 1000], add_special_tokens=not is_chat)["input_ids"]
         rows += [np.array(ids, np.int32) for ids in batch]
     adds_eos = not is_chat and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
-    return [ids[:-1] for ids in rows] if adds_eos else rows
+    if adds_eos:
+        rows = [ids[:-1] for ids in rows]
+    return rows
 
 
 def pad(rows, tokenizer, args, side="right"):
@@ -863,20 +905,9 @@ def eos_tokens(model):
     ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-        ids.add(tokenizer.encode(render_answer(turns, {}, tokenizer), add_special_tokens=False)[-1])
+        text = render_answer(turns, {}, tokenizer)
+        ids.add(tokenizer.encode(text, add_special_tokens=False)[-1])
     return sorted(ids & tokenizer.added_tokens_decoder.keys())
-
-
-class Head(nn.Linear):
-    def __init__(self, weight, bias=0.0):
-        super().__init__(weight.shape[1], 1)
-        self.weight = nn.Parameter(weight.detach().clone())
-        nn.init.constant_(self.bias, bias)
-
-    def forward(self, states):
-        """A linear head (D -> 1) in float32, also under autocast: bfloat16 is too coarse for a value or a reward."""
-        with torch.autocast(states.device.type, enabled=False):
-            return super().forward(states.float())
 
 
 class OneTypeCache(StaticCache):
@@ -982,8 +1013,9 @@ class Run:
         if args.track:
             import wandb
 
+            project = os.environ.get("WANDB_PROJECT", "rlhf")
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
-            self.wandb = wandb.init(project=os.environ.get("WANDB_PROJECT", "rlhf"), **options)
+            self.wandb = wandb.init(project=project, **options)
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the
@@ -995,7 +1027,8 @@ class Run:
             self.step_started = time.perf_counter()
             yield self.step
             is_late = time.time() - self.saved_at > 600
-            stops, lates = all_reduce(torch.tensor([int(self.stop_requested), int(is_late)])).tolist()
+            wishes = torch.tensor([int(self.stop_requested), int(is_late)])
+            stops, lates = all_reduce(wishes).tolist()
             self.stop_requested = stops > 0  # in any process
             if stops or lates or self.step % self.args.save_steps == 0:
                 self.save()
@@ -1003,7 +1036,8 @@ class Run:
     def log(self, stats, *shown):
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
         stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
-        self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
+        values = {name.split("/")[-1]: stats[name] for name in shown}
+        self.bar.set_postfix(values, refresh=False)
         self.bar.update()
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
@@ -1038,7 +1072,8 @@ class Run:
         state = {"step": self.step, "carry": self.carry, "weights": weights, "optimizer": self.optimizer.state_dict()}
         torch.save(state, folder / "unfinished.pt")
         (folder / "unfinished.pt").rename(folder / f"step-{self.step:08d}.pt")
-        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
+        files = sorted(folder.glob("step-*.pt"))
+        for old in files[: -(self.args.save_total_limit or 1)]:
             old.unlink()
 
     def restore(self):
@@ -1052,8 +1087,9 @@ class Run:
         self.step = state["step"]
         self.carry.update(state["carry"])
         if not RANK:
-            lines = (self.output / "metrics.jsonl").read_text().splitlines(keepends=True)
-            (self.output / "metrics.jsonl").write_text("".join(lines[: self.step]))  # one line for each step
+            file = self.output / "metrics.jsonl"
+            lines = file.read_text().splitlines(keepends=True)
+            file.write_text("".join(lines[: self.step]))  # one line for each step
 
     def finish(self):
         """Saves the model, the model card and the curves."""

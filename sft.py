@@ -132,7 +132,8 @@ def train(args):
     if args.lora_r:  # trains adapters of all linear layers, and nothing else (Hu et al. 2021)
         from peft import LoraConfig
 
-        policy.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+        config = LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        policy.add_adapter(config)
     place(policy, args)
 
     limit = min(args.max_length, getattr(policy.config.get_text_config(), "max_position_embeddings", args.max_length))
@@ -463,20 +464,25 @@ def render(messages, row, tokenizer, **options):
 
 def render_answer(messages, row, tokenizer):
     """Renders messages up to and including the token that ends the last one, such as <|im_end|>, or else EOS."""
-    head, content, tail = render(messages, row, tokenizer).rpartition(messages[-1]["content"].strip())
-    ends = [str(token) for token in tokenizer.added_tokens_decoder.values() if str(token) in tail]
-    end = min(ends, key=tail.find, default=tokenizer.eos_token)
+    content = messages[-1]["content"].strip()
+    head, _, tail = render(messages, row, tokenizer).rpartition(content)
+    ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    found = [end for end in ends if end in tail]
+    end = min(found, key=tail.find, default=tokenizer.eos_token)
     return head + content + tail.partition(end)[0] + end
 
 
 def encode(texts, tokenizer, is_chat=False):
     """Token ids of texts that go on: without the EOS that some tokenizers add. A chat template writes BOS itself."""
     rows = []
-    for start in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
+    starts = range(0, len(texts), 1000)
+    for start in tqdm(starts, desc="encoding", disable=len(texts) < 20_000):
         batch = tokenizer(texts[start : start + 1000], add_special_tokens=not is_chat)["input_ids"]
         rows += [np.array(ids, np.int32) for ids in batch]
     adds_eos = not is_chat and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
-    return [ids[:-1] for ids in rows] if adds_eos else rows
+    if adds_eos:
+        rows = [ids[:-1] for ids in rows]
+    return rows
 
 
 def pad(rows, tokenizer, args, side="right"):
@@ -519,7 +525,8 @@ def eos_tokens(model):
     ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-        ids.add(tokenizer.encode(render_answer(turns, {}, tokenizer), add_special_tokens=False)[-1])
+        text = render_answer(turns, {}, tokenizer)
+        ids.add(tokenizer.encode(text, add_special_tokens=False)[-1])
     return sorted(ids & tokenizer.added_tokens_decoder.keys())
 
 
@@ -611,8 +618,9 @@ class Run:
         if args.track:
             import wandb
 
+            project = os.environ.get("WANDB_PROJECT", "rlhf")
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
-            self.wandb = wandb.init(project=os.environ.get("WANDB_PROJECT", "rlhf"), **options)
+            self.wandb = wandb.init(project=project, **options)
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the
@@ -624,7 +632,8 @@ class Run:
             self.step_started = time.perf_counter()
             yield self.step
             is_late = time.time() - self.saved_at > 600
-            stops, lates = all_reduce(torch.tensor([int(self.stop_requested), int(is_late)])).tolist()
+            wishes = torch.tensor([int(self.stop_requested), int(is_late)])
+            stops, lates = all_reduce(wishes).tolist()
             self.stop_requested = stops > 0  # in any process
             if stops or lates or self.step % self.args.save_steps == 0:
                 self.save()
@@ -632,7 +641,8 @@ class Run:
     def log(self, stats, *shown):
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
         stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
-        self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
+        values = {name.split("/")[-1]: stats[name] for name in shown}
+        self.bar.set_postfix(values, refresh=False)
         self.bar.update()
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
@@ -667,7 +677,8 @@ class Run:
         state = {"step": self.step, "carry": self.carry, "weights": weights, "optimizer": self.optimizer.state_dict()}
         torch.save(state, folder / "unfinished.pt")
         (folder / "unfinished.pt").rename(folder / f"step-{self.step:08d}.pt")
-        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
+        files = sorted(folder.glob("step-*.pt"))
+        for old in files[: -(self.args.save_total_limit or 1)]:
             old.unlink()
 
     def restore(self):
@@ -681,8 +692,9 @@ class Run:
         self.step = state["step"]
         self.carry.update(state["carry"])
         if not RANK:
-            lines = (self.output / "metrics.jsonl").read_text().splitlines(keepends=True)
-            (self.output / "metrics.jsonl").write_text("".join(lines[: self.step]))  # one line for each step
+            file = self.output / "metrics.jsonl"
+            lines = file.read_text().splitlines(keepends=True)
+            file.write_text("".join(lines[: self.step]))  # one line for each step
 
     def finish(self):
         """Saves the model, the model card and the curves."""

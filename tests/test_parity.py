@@ -20,6 +20,7 @@ objective/scores, which are the normalised ones.
 
 import json
 import sys
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,6 +133,14 @@ def put_score_one_further(monkeypatch):
         """The score stands one further, where there is no KL."""
         return shape_rewards(scores, kl.masked_fill(~mask, 0.0), lengthen(mask), kl_coef)
 
+    def wide_select(rollout, index):
+        """With all columns, as in TRL: the last one may be one position further."""
+        part = copy(rollout)
+        vars(part).update({name: x[index] for name, x in vars(rollout).items() if isinstance(x, torch.Tensor)})
+        part.rows = [rollout.rows[i] for i in index]
+        return part
+
+    monkeypatch.setattr(ppo.Rollout, "select", wide_select)
     monkeypatch.setattr(ppo, "value_loss", longer_value_loss)
     monkeypatch.setattr(ppo, "gae", lambda rewards, values, mask, *rest: gae(rewards, values, lengthen(mask), *rest))
     monkeypatch.setattr(ppo, "shape_rewards", longer_rewards)

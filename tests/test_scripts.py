@@ -18,7 +18,8 @@ from sources import ROOT, SCRIPTS, defined_in, lines_of, load, nodes_of, source_
 
 MARK = "the same text in all scripts"  # in the line after which functions are shared
 SHORT = [name for name in NAMES if (ROOT / f"lecture/{name}.py").exists()]
-OWN_BODY = dict.fromkeys(("ppo", "rloo", "grpo"), {"sample"}) | {  # functions that are others in lecture/
+OWN_BODY = dict.fromkeys(("rloo", "grpo"), {"sample"}) | {  # functions that are others in lecture/
+    "ppo": {"sample", "read_head"},
     "sft": {"encode"},
     "dpo": {"encode", "completion_logps"},
     "reward_model": {"encode", "pair_rewards", "read_reward"},
