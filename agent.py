@@ -172,7 +172,8 @@ def train(args):
         set_seed(make_seed(args.seed, step))
 
         # 1. Play, and 2. score
-        rows = [prompts[i] for i in order[(step - 1) * B // G : step * B // G] for _ in range(G)]
+        numbers = order[(step - 1) * B // G : step * B // G]
+        rows = [prompts[i] for i in numbers for _ in range(G)]
         rollout = play_batch(policy, rows, args)
         read_logprobs(policy, reference, rollout, args)
 
@@ -477,7 +478,8 @@ def update(policy, optimizer, rollout, args):
     logs = []  # means over the tokens of each mini-batch
     num_skipped = args.num_ppo_epochs * args.num_mini_batches
     for _ in range(args.num_ppo_epochs):
-        for rows in torch.randperm(args.batch_size).to(args.device).tensor_split(args.num_mini_batches):  # (b,)
+        order = torch.randperm(args.batch_size).to(args.device)
+        for rows in order.tensor_split(args.num_mini_batches):  # (b,) row numbers
             optimizer.zero_grad()
             sums = Counter()
             for index in rollout.micro_batches(rows, args):
@@ -495,11 +497,19 @@ def update(policy, optimizer, rollout, args):
                     k1 = (logprobs - r.ref_logprobs).masked_fill(~r.loss_mask, 0.0)
                     kl = (torch.expm1(-k1) + k1) * ratio
                 weights = token_weights(r.loss_mask, num_rows, num_tokens, args)  # (b, T)
-                masked_sum((losses + args.beta * kl) * weights, r.loss_mask).backward()
-                seen = {"kl": kl, "entropy": entropy, "val/ratio": ratio, "clip_ratio/region_mean": clipped}
-                seen |= {"policy/first_ratio_error": (ratio - 1).abs(), "tokens": torch.ones_like(ratio)}
+                loss = masked_sum((losses + args.beta * kl) * weights, r.loss_mask)
+                loss.backward()
+                seen = {
+                    "kl": kl,
+                    "entropy": entropy,
+                    "val/ratio": ratio,
+                    "clip_ratio/region_mean": clipped,
+                    "policy/first_ratio_error": (ratio - 1).abs(),
+                    "tokens": torch.ones_like(ratio),
+                }
                 sums.update({name: masked_sum(x.detach(), r.loss_mask) for name, x in seen.items()})  # a Counter adds
-            sums = dict(zip(sums, all_reduce(torch.stack(list(sums.values()))).tolist()))
+            values = all_reduce(torch.stack(list(sums.values()))).tolist()
+            sums = dict(zip(sums, values))
             log = {name: x / max(1, sums["tokens"]) for name, x in sums.items()}
             log["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
             logs.append(log)
@@ -535,8 +545,8 @@ def rollout_stats(rollout, G):
 
 def show_samples(run, rollout, tokenizer):
     """Prints four episodes, and saves their tensors for tools/xray.py."""
-    r = rollout.select(torch.arange(min(4, len(rollout.mask)), device=rollout.mask.device))
-    prompts = [tokenizer.decode(ids[real]) for ids, real in zip(r.prompts, r.prompt_mask)]
+    r = rollout.select(torch.arange(len(rollout.rows))[:4])
+    prompts = tokenizer.batch_decode([row["input_ids"] for row in r.rows])
     episodes = [transcript(*row, tokenizer) for row in zip(r.responses, r.mask, r.written)]
     scores = [f"{score:.2f}" for score in r.scores.tolist()]
     run.show({"prompt": prompts, "episode": episodes, "score": scores}, vars(r))
@@ -582,9 +592,12 @@ def choose_sizes(args, policy, prompts):
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
     size = policy.num_parameters()
     # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
-    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
+    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6)
+    if args.lora_r:
+        rate *= 10
     rate = args.learning_rate or float(f"{rate:.2g}")
-    rows = args.micro_batch_size or max(1, (2048 if args.device == "cpu" else 8192) // longest)
+    num_tokens = 2048 if args.device == "cpu" else 8192
+    rows = args.micro_batch_size or max(1, num_tokens // longest)
     parts = math.lcm(args.num_generations, args.num_mini_batches * WORLD_SIZE)
     num_updates = args.total_episodes // args.batch_size
     fits = args.batch_size % parts == 0

@@ -181,7 +181,9 @@ def train(args):
             ref_logps = read_reference(reference, batch, args)
         stats = update(policy, optimizer, batch, ref_logps, args)
 
-        stats |= {"step": step, "epoch": step / steps_per_pass, "lr": optimizer.param_groups[0]["lr"]}
+        stats["step"] = step
+        stats["epoch"] = step / steps_per_pass
+        stats["lr"] = optimizer.param_groups[0]["lr"]
         if eval_pairs and run.is_due(args.eval_steps):
             stats |= evaluate(policy, eval_pairs, eval_ref_logps, args)
         run.log(stats, "loss", "rewards/accuracies", "rewards/margins")
@@ -215,10 +217,12 @@ def completion_logprobs(model, prompts, completions, args):
     prompt_ids, prompt_mask = pad(prompts, model.tokenizer, args, "left")  # (B, P)
     ids, mask = pad(completions, model.tokenizer, args)  # (B, T)
     P, T = prompt_ids.shape[1], ids.shape[1]
-    options = {"logits_to_keep": torch.arange(P - 1, P + T - 1, device=ids.device)}  # position P-1+t predicts token t
+    text_ids = torch.cat([prompt_ids, ids], 1)  # (B, P+T), like the next one
+    text_mask = torch.cat([prompt_mask, mask], 1).long()
+    positions = torch.arange(P - 1, P + T - 1, device=ids.device)  # P-1+t predicts token t
     with autocast(args):
-        texts = torch.cat([prompt_ids, ids], 1), torch.cat([prompt_mask, mask], 1).long()  # (B, P+T) each
-        logits = forward(model, *texts, use_cache=False, **options).logits.float()  # (B, T, V)
+        output = forward(model, text_ids, text_mask, use_cache=False, logits_to_keep=positions)
+    logits = output.logits.float()  # (B, T, V)
     return token_logprobs(logits, ids).masked_fill(~mask, 0.0), mask
 
 
@@ -232,8 +236,9 @@ def completion_logps(model, pairs, args):
 
     It is the sum over a completion's tokens; for ipo, their mean (TRL).
     """
+    prompts = [pair.prompt for pair in pairs]
     completions = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    logprobs, mask = completion_logprobs(model, 2 * [pair.prompt for pair in pairs], completions, args)  # (2b, T)
+    logprobs, mask = completion_logprobs(model, prompts + prompts, completions, args)  # (2b, T)
     logps = logprobs.sum(1)  # (2b,)
     if args.loss_type == "ipo":
         logps = logps / mask.sum(1)
@@ -297,7 +302,8 @@ def update(policy, optimizer, batch, ref_logps, args):
         seen |= {"rewards/accuracies": margins > 0, "rewards/margins": margins}
         seen |= {"logps/chosen": chosen, "logps/rejected": rejected}
         sums.update({name: (x.detach() * counts).sum() / len(batch) for name, x in seen.items()})  # a Counter adds
-    stats = dict(zip(sums, all_reduce(torch.stack(list(sums.values()))).tolist()))
+    means = all_reduce(torch.stack(list(sums.values()))).tolist()
+    stats = dict(zip(sums, means))
     if optimizer:
         stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
         if math.isfinite(stats["grad_norm"]):  # otherwise the step would turn the weights into NaN
@@ -321,7 +327,8 @@ def show_samples(run, policy, reference, pairs, args):
     decode = policy.tokenizer.batch_decode
     prompts = [pair.prompt for pair in pairs]
     answers = draw_answers(policy, prompts, args)
-    columns = {"prompt": decode(prompts), "chosen": decode([pair.chosen for pair in pairs]), "policy": decode(answers)}
+    chosen = [pair.chosen for pair in pairs]
+    columns = {"prompt": decode(prompts), "chosen": decode(chosen), "policy": decode(answers)}
     tensors = {}
     tensors["prompts"], tensors["prompt_mask"] = pad(prompts, policy.tokenizer, args, "left")  # (3, P)
     tensors["responses"], tensors["mask"] = pad(answers, policy.tokenizer, args)  # (3, T), like the next ones
@@ -335,7 +342,8 @@ def show_samples(run, policy, reference, pairs, args):
 def draw_answers(model, prompts, args):
     """Samples at most 53 tokens for each prompt, at temperature 1, always with the same random numbers."""
     torch.manual_seed(args.seed)
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", 2**31) - max(map(len, prompts))
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", 2**31)
+    room = context - max(map(len, prompts))
     stored = model.generation_config
     options = {"eos_token_id": stored.eos_token_id, "pad_token_id": model.tokenizer.pad_token_id, "do_sample": True}
     model.generation_config = GenerationConfig(max_new_tokens=min(53, room), top_k=0, **options)  # nothing else of it
@@ -456,9 +464,13 @@ def micro_batches(rows, args):
 def choose_sizes(args, model, pairs, default_rate):
     """Returns the settings with learning rate and batch sizes filled in, and prints them."""
     require(pairs, f"--dataset {args.dataset} has no pairs to train on (recipes/data.py converts csv and others)")
-    rate = args.learning_rate or float(f"{default_rate * (10 if args.lora_r else 1):.2g}")
+    if args.lora_r:
+        default_rate *= 10
+    rate = args.learning_rate or float(f"{default_rate:.2g}")
+    batch_size = args.batch_size
     per_device = args.per_device_train_batch_size
-    batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE if per_device else args.batch_size
+    if per_device:
+        batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
     num_pairs = args.num_train_epochs * len(pairs)
     batch_size = batch_size or next((size for size in (64, 32, 16, 8) if num_pairs / size >= 100), 4)
     longest = max(map(len, pairs))

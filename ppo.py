@@ -180,7 +180,8 @@ def train(args):
         set_seed(make_seed(args.seed, step))
 
         # 1. Sample
-        rows = [prompts[i] for i in order[(step - 1) * B : step * B]]
+        numbers = order[(step - 1) * B : step * B]
+        rows = [prompts[i] for i in numbers]
         rollout = sample_batch(policy, rows, args)
 
         # 2. Score
@@ -350,8 +351,8 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature):
 
 def sample_batch(policy, rows, args):
     """Step 1: samples a response to the prompt of each row."""
-    input_ids = [row["input_ids"] for row in rows]
-    prompts, prompt_mask = pad(input_ids, policy.tokenizer, args, "left")  # (B, P)
+    ids = [row["input_ids"] for row in rows]
+    prompts, prompt_mask = pad(ids, policy.tokenizer, args, "left")  # (B, P)
     uniforms = torch.rand(len(rows), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
     share = torch.arange(len(rows)).tensor_split(WORLD_SIZE)[RANK]  # row numbers of this process
     parts = []

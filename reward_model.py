@@ -163,7 +163,9 @@ def train(args):
             model.config.reward_bias -= all_rewards(model, pairs[:2000], args).mean().item()
             carry["reward_bias"] = model.config.reward_bias
 
-        stats |= {"step": step, "epoch": step / steps_per_pass, "lr": optimizer.param_groups[0]["lr"]}
+        stats["step"] = step
+        stats["epoch"] = step / steps_per_pass
+        stats["lr"] = optimizer.param_groups[0]["lr"]
         if eval_pairs and run.is_due(args.eval_steps):
             stats |= evaluate(model, eval_pairs, args)
         run.log(stats, "loss", "accuracy")
@@ -186,19 +188,24 @@ def drop_eos(pairs, tokenizer, share):
     with one complete text the model learns that a missing EOS makes a text neither better nor worse."""
     ends = tokenizer.added_tokens_decoder.keys() | {tokenizer.eos_token_id}  # a text cut to max_length has none
     shown = []
-    for pair, is_drawn in zip(pairs, (torch.rand(len(pairs), 2) < share).tolist()):
-        answers = [pair.chosen, pair.rejected]
-        answers = [ids[:-1] if drawn and ids[-1] in ends else ids for ids, drawn in zip(answers, is_drawn)]
-        shown.append(Pair(pair.prompt, *answers, pair.margin))
+    drawn = torch.rand(len(pairs), 2) < share
+    for pair, (of_chosen, of_rejected) in zip(pairs, drawn.tolist()):
+        chosen, rejected = pair.chosen, pair.rejected
+        if of_chosen and chosen[-1] in ends:
+            chosen = chosen[:-1]
+        if of_rejected and rejected[-1] in ends:
+            rejected = rejected[:-1]
+        shown.append(Pair(pair.prompt, chosen, rejected, pair.margin))
     return shown
 
 
 # --- 2. Read ----------------------------------------------------------------------------------------------------------
 def read_reward(model, input_ids, attention_mask):
     """(b,) output of the head at the last real token of each text (b, S)."""
-    states = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    output = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    states = output.last_hidden_state  # (b, S, D)
     last = attention_mask.sum(1) - 1  # (b,)
-    states = states[torch.arange(len(last), device=last.device), last]  # (b, S, D) -> (b, D)
+    states = states[torch.arange(len(last), device=last.device), last]  # (b, D)
     with torch.autocast(states.device.type, enabled=False):  # bfloat16 is too coarse for a reward
         return model.score(states.float()).squeeze(1) + model.config.reward_bias
 
@@ -209,7 +216,8 @@ def pair_rewards(model, pairs, args):
     texts += [np.append(pair.prompt, pair.rejected) for pair in pairs]
     ids, mask = pad(texts, model.tokenizer, args)  # (2b, S)
     with autocast(args):
-        return read_reward(model, ids, mask.long()).split(len(pairs))
+        rewards = read_reward(model, ids, mask.long())  # (2b,)
+    return rewards.split(len(pairs))
 
 
 # --- 3. Loss ----------------------------------------------------------------------------------------------------------
@@ -242,15 +250,21 @@ def update(model, optimizer, batch, args):
     if math.isfinite(grad_norm):  # otherwise the step would turn the weights into NaN
         optimizer.step()
     means = all_reduce(torch.stack(list(sums.values()))).tolist()
-    return dict(zip(sums, means)) | {"grad_norm": grad_norm}
+    stats = dict(zip(sums, means))
+    stats["grad_norm"] = grad_norm
+    return stats
 
 
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs =============================
 @torch.no_grad()
 def all_rewards(model, pairs, args):
     """(N, 2) rewards of the chosen and the rejected text of all pairs."""
-    parts = [torch.stack(pair_rewards(model, some, args), 1) for some, _ in micro_batches(pairs, args)]  # (b, 2) each
-    return all_gather(torch.cat(parts))[: len(pairs)].cpu()
+    parts = []
+    for some, _ in micro_batches(pairs, args):
+        chosen, rejected = pair_rewards(model, some, args)
+        parts.append(torch.stack([chosen, rejected], 1))  # (b, 2)
+    rewards = all_gather(torch.cat(parts))
+    return rewards[: len(pairs)].cpu()  # the last micro-batch may repeat the first rows
 
 
 def evaluate(model, pairs, args):
@@ -259,7 +273,11 @@ def evaluate(model, pairs, args):
     rewards = all_rewards(model, pairs, args)  # (N, 2)
     gaps = rewards[:, 0] - rewards[:, 1]
     bins = gaps[gaps.abs().argsort()].tensor_split(min(10, len(gaps)))
-    errors = [len(x) * (x.abs().sigmoid().mean() - (x > 0).float().mean()).abs().item() for x in bins]
+    errors = []
+    for x in bins:
+        predicted = x.abs().sigmoid().mean()
+        observed = (x > 0).float().mean()
+        errors.append(len(x) * (predicted - observed).abs().item())
     return {
         "eval/loss": preference_loss(*rewards.unbind(1), 0.0, 0.0).mean().item(),
         "eval/accuracy": (gaps > 0).float().mean().item(),
@@ -275,7 +293,8 @@ def show_samples(run, model, pairs, args):
     rewards = all_rewards(model, pairs, args)  # (N, 2)
     columns = {}
     for name in ("prompt", "chosen", "rejected"):
-        columns[name] = model.tokenizer.batch_decode([getattr(pair, name) for pair in pairs])
+        ids = [getattr(pair, name) for pair in pairs]
+        columns[name] = model.tokenizer.batch_decode(ids)
     columns["rewards"] = [f"{chosen:.2f} {rejected:.2f}" for chosen, rejected in rewards.tolist()]
     run.show(columns, {"rewards": rewards})
 
@@ -291,7 +310,8 @@ def load_classifier(args):
     model = load_model(SimpleNamespace(from_pretrained=one_label), args.model, heads)
     require(hasattr(model, "score"), f"{args.model} is not a causal language model: its classifier has no `score`")
     if type(model).__name__ not in (model.config.architectures or []):
-        nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
+        D = model.score.in_features
+        nn.init.normal_(model.score.weight, std=1 / math.sqrt(D + 1))
         model.config.architectures = [type(model).__name__]
     model.config.reward_bias = getattr(model.config, "reward_bias", 0.0)  # the last step changes it
     model.config.problem_type = "regression"  # otherwise pipeline("text-classification") applies a sigmoid to a reward
@@ -307,9 +327,11 @@ def choose_pad_token(model, pairs):
     """Takes another pad token if a text holds it, such as EOS. The library's classifiers read the last token that is
     not the pad token: they would read the token before EOS. (Ours find the last token by its position.)"""
     tokenizer = model.tokenizer
-    free = set(range(min(len(tokenizer), model.get_input_embeddings().num_embeddings)))
+    num_tokens = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
+    free = set(range(num_tokens))
     for pair in pairs:
-        free -= set(np.concatenate([pair.prompt, pair.chosen, pair.rejected]).tolist())
+        ids = np.concatenate([pair.prompt, pair.chosen, pair.rejected])
+        free -= set(ids.tolist())
     if tokenizer.pad_token_id not in free and free:
         added = free & tokenizer.added_tokens_decoder.keys()
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(max(added or free))  # the last ones are rare
@@ -412,9 +434,13 @@ def micro_batches(rows, args):
 def choose_sizes(args, model, pairs, default_rate):
     """Returns the settings with learning rate and batch sizes filled in, and prints them."""
     require(pairs, f"--dataset {args.dataset} has no pairs to train on (recipes/data.py converts csv and others)")
-    rate = args.learning_rate or float(f"{default_rate * (10 if args.lora_r else 1):.2g}")
+    if args.lora_r:
+        default_rate *= 10
+    rate = args.learning_rate or float(f"{default_rate:.2g}")
+    batch_size = args.batch_size
     per_device = args.per_device_train_batch_size
-    batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE if per_device else args.batch_size
+    if per_device:
+        batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
     num_pairs = args.num_train_epochs * len(pairs)
     batch_size = batch_size or next((size for size in (64, 32, 16, 8) if num_pairs / size >= 100), 4)
     longest = max(map(len, pairs))

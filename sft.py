@@ -136,8 +136,10 @@ def train(args):
         policy.add_adapter(config)
     place(policy, args)
 
-    limit = min(args.max_length, getattr(policy.config.get_text_config(), "max_position_embeddings", args.max_length))
-    texts = load_texts(args, args.dataset_train_split, policy.tokenizer, math.inf if args.packing else limit)
+    context = getattr(policy.config.get_text_config(), "max_position_embeddings", args.max_length)
+    limit = min(args.max_length, context)
+    uncut = math.inf if args.packing else limit
+    texts = load_texts(args, args.dataset_train_split, policy.tokenizer, uncut)
     if args.packing and texts:
         texts = pack(texts, limit)
     require(texts, f"--dataset {args.dataset} has nothing to train on (recipes/data.py converts csv and others)")
@@ -145,8 +147,10 @@ def train(args):
     args = choose_sizes(args, policy, texts)  # from here on, all sizes are set
     B = args.batch_size
     passes = range(math.ceil(args.num_train_epochs))
-    orders = [shuffled(len(texts), args.seed, number) for number in passes]
-    batches = [order[i : i + B] for order in orders for i in range(0, len(texts), B)]  # numbers of texts
+    batches = []  # of numbers of texts
+    for number in passes:
+        order = shuffled(len(texts), args.seed, number)
+        batches += [order[i : i + B] for i in range(0, len(texts), B)]
     num_steps = math.ceil(args.num_train_epochs * len(batches) / len(passes))
 
     # fused: ten times as fast on a CPU
@@ -160,13 +164,16 @@ def train(args):
 
         # 1. Encode: load_texts did. Sorted by length, the micro-batches of a batch need little padding. Were batches
         # of similar length, each step would have one kind of text, and a policy from scratch would learn less
-        batch = sorted([texts[i] for i in batches[step - 1]], key=lambda text: len(text[0]))
+        batch = [texts[i] for i in batches[step - 1]]
+        batch.sort(key=lambda text: len(text[0]))
 
         # 2. Loss, and 3. update
         stats, num_labels = update(policy, optimizer, batch, args)
 
         carry["num_tokens"] += num_labels
-        stats |= {"step": step, "epoch": step * len(passes) / len(batches), "num_tokens": carry["num_tokens"]}
+        stats["step"] = step
+        stats["epoch"] = step * len(passes) / len(batches)
+        stats["num_tokens"] = carry["num_tokens"]
         stats["lr"] = optimizer.param_groups[0]["lr"]
         stats["perf/tokens_per_second"] = num_labels / (time.perf_counter() - run.step_started)
         if eval_texts and run.is_due(args.eval_steps):
@@ -193,13 +200,17 @@ def load_texts(args, split, tokenizer, limit):
     if not rows:
         return []
     where = f"{args.dataset}, {split}"
-    kind, *columns = next((form for form in FORMS if has_form(rows[0], *form)), FORMS[-1])
+    fitting = (form for form in FORMS if has_form(rows[0], *form))
+    kind, *columns = next(fitting, FORMS[-1])
     read = partial(read_texts, kind=kind, columns=columns, tokenizer=tokenizer, args=args)
-    texts = [(number, *text) for number, pairs in enumerate(parse(rows, read, where), 1) for text in pairs]
+    texts = []
+    for number, pairs in enumerate(parse(rows, read, where), 1):
+        texts += [(number, prompt, answer) for prompt, answer in pairs]
     unread = rows[0].keys() - {*columns, "tools", "chat_template_kwargs"}
     del rows  # below, each text gives way to its tokens, which take less memory
     num_cut = 0
-    for first in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
+    starts = range(0, len(texts), 1000)
+    for first in tqdm(starts, desc="encoding", disable=len(texts) < 20_000):
         part = texts[first : first + 1000]
         heads = encode([prompt for _, prompt, _ in part], tokenizer, is_chat=kind is list)
         wholes = encode([prompt + answer for _, prompt, answer in part], tokenizer, is_chat=kind is list)
@@ -265,8 +276,9 @@ def pack(texts, length):
     """
     ids, is_label = (np.concatenate(parts) for parts in zip(*texts))
     end = len(ids) // length * length
-    blocks = zip(ids[:end].reshape(-1, length), is_label[:end].reshape(-1, length))
-    return [(ids, is_label) for ids, is_label in blocks if is_label[1:].any()]
+    ids = ids[:end].reshape(-1, length)  # (number of blocks, length)
+    is_label = is_label[:end].reshape(-1, length)
+    return [block for block in zip(ids, is_label) if block[1][1:].any()]
 
 
 # --- 2. Loss ----------------------------------------------------------------------------------------------------------
@@ -276,14 +288,17 @@ def read_labels(policy, texts, args):
     L counts the positions where at least one text has a label: logits, the largest tensor, are computed only there.
     """
     ids, mask = pad([ids for ids, _ in texts], policy.tokenizer, args)  # (b, S) each
-    is_label = nn.utils.rnn.pad_sequence([torch.from_numpy(x) for _, x in texts], batch_first=True).to(args.device)
+    labels = [torch.from_numpy(is_label) for _, is_label in texts]
+    is_label = nn.utils.rnn.pad_sequence(labels, batch_first=True).to(args.device)
     positions = is_label[:, 1:].any(0).nonzero().squeeze(1)  # (L,)
     with autocast(args):
         output = policy(input_ids=ids, attention_mask=mask.long(), use_cache=False, logits_to_keep=positions)
     logits = output.logits.float()  # (b, L, V), each predicts the next token
-    is_label, targets = is_label[:, positions + 1], ids[:, positions + 1]  # (b, L) each
+    is_label = is_label[:, positions + 1]  # (b, L), like the next ones
+    targets = ids[:, positions + 1]
+    losses = -token_logprobs(logits, targets)
     is_hit = logits.argmax(-1) == targets
-    return -token_logprobs(logits, targets)[is_label], targets[is_label], is_hit[is_label]
+    return losses[is_label], targets[is_label], is_hit[is_label]
 
 
 def token_logprobs(logits, tokens):
@@ -319,8 +334,8 @@ def micro_batches(texts, args):
     """Splits texts into this process's micro-batches. Copies of the first text, without labels, fill up the last ones:
     every process has equally many."""
     ids, is_label = texts[0]
-    texts = texts + [(ids, np.zeros_like(is_label))] * (-len(texts) % WORLD_SIZE)
-    share = texts[RANK::WORLD_SIZE]
+    copies = [(ids, np.zeros_like(is_label))] * (-len(texts) % WORLD_SIZE)
+    share = (texts + copies)[RANK::WORLD_SIZE]
     return [share[i : i + args.micro_batch_size] for i in range(0, len(share), args.micro_batch_size)]
 
 
@@ -332,11 +347,14 @@ def evaluate(policy, texts, args):
     parts = [read_labels(policy, part, args) for part in micro_batches(texts, args)]
     losses, tokens, is_hit = (torch.cat(x) for x in zip(*parts))
     is_eos = torch.isin(tokens, tokens.new_tensor(policy.generation_config.eos_token_id))
-    sums = [losses.sum(), torch.ones_like(losses).sum(), is_hit.sum(), losses[is_eos].sum(), is_eos.sum()]
-    total, num_labels, num_hits, eos_total, num_eos = all_reduce(torch.stack(sums)).tolist()
+    ones = torch.ones_like(losses)
+    sums = [losses.sum(), ones.sum(), is_hit.sum(), losses[is_eos].sum(), is_eos.sum()]
+    sums = all_reduce(torch.stack(sums))
+    total, num_labels, num_hits, eos_total, num_eos = sums.tolist()
+    loss = total / num_labels
     return {
-        "eval/loss": total / num_labels,
-        "eval/perplexity": math.exp(min(total / num_labels, 700.0)),  # exp of more overflows
+        "eval/loss": loss,
+        "eval/perplexity": math.exp(min(loss, 700.0)),  # exp of more overflows
         "eval/mean_token_accuracy": num_hits / num_labels,
         "eval/eos_loss": eos_total / max(1.0, num_eos),
     }
@@ -355,8 +373,9 @@ def show_samples(run, policy, texts, limit, args):
         options["max_new_tokens"] = min(53, limit - start)
         prompt = torch.tensor(ids[None, :start], device=args.device)  # (1, P)
         with autocast(args):
-            sampled = policy.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, start:]
-        for column, part in zip(columns.values(), [ids[:start], sampled, ids[start:]]):
+            text = policy.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0]
+        parts = [ids[:start], text[start:], ids[start:]]
+        for column, part in zip(columns.values(), parts):
             column.append(tokenizer.decode(part))
     run.show(columns, {})
 
@@ -382,14 +401,19 @@ def load_policy(args):
 
 def choose_sizes(args, policy, texts):
     """Returns the settings with learning rate and batch sizes filled in, and prints them."""
-    default_rate = 2e-4 if args.lora_r else 2e-5
-    rate = args.learning_rate or (default_rate if args.model else 3e-3)
+    rate = 2e-4 if args.lora_r else 2e-5
+    if not args.model:
+        rate = 3e-3
+    rate = args.learning_rate or rate
+    batch_size = args.batch_size
     per_device = args.per_device_train_batch_size
-    batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE if per_device else args.batch_size
+    if per_device:
+        batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
     num_texts = args.num_train_epochs * len(texts)
     batch_size = batch_size or next((size for size in (64, 32, 16, 8) if num_texts / size >= 100), 4)
     longest = max(len(ids) for ids, _ in texts)
-    b = args.micro_batch_size or per_device or (16 if args.device == "cpu" else max(1, 8192 // longest))
+    b = 16 if args.device == "cpu" else max(1, 8192 // longest)
+    b = args.micro_batch_size or per_device or b
     name = args.model or args.from_scratch
     size = policy.num_parameters() / 1e6
     print(f"policy: {name}, {size:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
