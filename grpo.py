@@ -158,7 +158,8 @@ def train(args):
     prompts = load_prompts(args, policy.tokenizer)
     G = args.num_generations
     args = choose_sizes(args, policy, prompts, G)  # from here on, all sizes are set
-    B, num_updates = args.batch_size, args.total_episodes // args.batch_size
+    B = args.batch_size
+    num_updates = args.total_episodes // B
     passes = range(1 + args.total_episodes * (1 + args.dynamic_sampling) // (G * len(prompts)))
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
@@ -366,7 +367,8 @@ def sample_groups(policy, reward_fns, prompts, order, carry, args):
     With --dynamic-sampling, groups without a gradient (their scores are equal, or no response is in the loss) are
     replaced by groups from further batches (DAPO, sec. 3.2), as far as there are enough.
     """
-    G, num_groups = args.num_generations, args.batch_size // args.num_generations
+    G = args.num_generations
+    num_groups = args.batch_size // G
     parts = []
     useful = []  # (B/G,) for each part
     for _ in range(1 + args.dynamic_sampling):
@@ -592,7 +594,8 @@ def update(policy, optimizer, rollout, args):
                     sums[name] += torch.stack([masked_sum(x.detach(), where), where.sum()])
                 sums["loss"] += torch.stack([loss.detach(), torch.zeros_like(loss)]) / WORLD_SIZE
             totals, counts = all_reduce(torch.stack(list(sums.values()))).unbind(1)
-            log = dict(zip(sums, (totals / counts.clamp(min=1)).tolist()))
+            means = totals / counts.clamp(min=1)
+            log = dict(zip(sums, means.tolist()))
             log["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
             if math.isfinite(log["grad_norm"]):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
@@ -690,7 +693,9 @@ def choose_sizes(args, policy, prompts, k):
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
     size = policy.num_parameters()
     # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
-    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
+    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6)
+    if args.lora_r:
+        rate *= 10
     rate = args.learning_rate or float(f"{rate:.2g}")
     tokens_of_a_row = args.response_length + prompt_length // k  # a prompt is read once for its k rows
     rows = max(1, (2048 if args.device == "cpu" else 8192) // tokens_of_a_row)

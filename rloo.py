@@ -170,7 +170,8 @@ def train(args):
         set_seed(make_seed(args.seed, step))
 
         # 1. Sample
-        rows = [prompts[i] for i in order[(step - 1) * B // K : step * B // K]]
+        numbers = order[(step - 1) * B // K : step * B // K]
+        rows = [prompts[i] for i in numbers]
         rollout = sample_batch(policy, rows, K, args)
 
         # 2. Score
@@ -481,7 +482,8 @@ def update(policy, optimizer, rollout, args):
                 new = action_logprobs(logprobs, r.mask, args.token_level_kl)  # (b, 1), or (b, T)
                 old = action_logprobs(r.old_logprobs, r.mask, args.token_level_kl)
                 pg_loss, ratio, pg_clipped = policy_loss(new, old, r.advantages, r.actions, args.cliprange)
-                (masked_sum(pg_loss, r.actions) / num_actions).backward()
+                loss = masked_sum(pg_loss, r.actions) / num_actions
+                loss.backward()
                 seen = {"loss/policy_avg": pg_loss, "policy/clipfrac_avg": pg_clipped, "val/ratio": ratio}
                 seen |= {"policy/approxkl_avg": 0.5 * (new - old) ** 2, "ratio_squared": ratio**2}
                 seen["actions"] = torch.ones_like(ratio)
@@ -489,7 +491,8 @@ def update(policy, optimizer, rollout, args):
                 error = ((logprobs.detach() - r.old_logprobs).exp() - 1).abs()
                 seen = {"entropy": entropy, "error": error, "tokens": torch.ones_like(error)}
                 sums.update({name: masked_sum(x, r.mask) for name, x in seen.items()})
-            sums = dict(zip(sums, all_reduce(torch.stack(list(sums.values()))).tolist()))
+            values = all_reduce(torch.stack(list(sums.values()))).tolist()
+            sums = dict(zip(sums, values))
             if not norms:
                 first_error = sums["error"] / sums["tokens"]
             totals.update(sums)
@@ -586,7 +589,9 @@ def choose_sizes(args, policy, prompts, k):
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
     size = policy.num_parameters()
     # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
-    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
+    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6)
+    if args.lora_r:
+        rate *= 10
     rate = args.learning_rate or float(f"{rate:.2g}")
     parts = args.num_mini_batches * WORLD_SIZE
     per_device = args.per_device_train_batch_size

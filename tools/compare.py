@@ -46,7 +46,7 @@ import numpy as np
 import pydantic
 import torch
 import tyro
-from evaluate import Count, Name, Natural, NonNegative
+from evaluate import Count, Natural, NonNegative
 from evaluate import check_length, find, load_policy, load_prompts, load_reward, new_folder, ppo, reading, require
 from evaluate import settings_of, trained_with
 from pydantic import Field
@@ -58,21 +58,21 @@ from transformers import AutoTokenizer
 
 KEY = os.environ.get("OPENAI_API_KEY", "").strip()  # of the judge; sent to --judge-url, written to no file
 
-Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Positive = pydantic.PositiveFloat
 Address = Annotated[str, Field(pattern=r"^https?://[^/\s@?#]+(/[^\s@?#]*)?$")]  # without a password or a query
 
 
-@pydantic.dataclasses.dataclass  # checks the values
+@pydantic.dataclasses.dataclass(config={"allow_inf_nan": False})  # checks the values
 class Args:
     # --- The two sides: folders, or names on the hub ---
-    model: tyro.conf.Positional[Name]  # side A, the policy to judge
-    other: tyro.conf.Positional[Name | None] = None  # side B, a second policy; give either this or --reference-column
-    reference_column: Name | None = None  # side B, a column of texts or messages, such as human answers
+    model: tyro.conf.Positional[str]  # side A, the policy to judge
+    other: tyro.conf.Positional[str | None] = None  # side B, a second policy; give either this or --reference-column
+    reference_column: str | None = None  # side B, a column of texts or messages, such as human answers
 
     # --- Prompts ---
-    dataset: Name = f"{ppo.TOY}/data/prompts"  # folder of SPLIT.jsonl (or .parquet), one such file, or a hub name
-    dataset_config: Name | None = None  # configuration of a hub dataset that has several
-    split: Name = "validation"  # split with the prompts, which neither policy was trained on; a file has only one
+    dataset: str = f"{ppo.TOY}/data/prompts"  # folder of SPLIT.jsonl (or .parquet), one such file, or a hub name
+    dataset_config: str | None = None  # configuration of a hub dataset that has several
+    split: str = "validation"  # split with the prompts, which neither policy was trained on; a file has only one
     num_prompts: Count = 1000  # number of prompts, taken from the top; 1000 give an interval of +- 3 points
     max_prompt_length: Count = 512  # prompts with more tokens are dropped, as in training; their number is printed
 
@@ -84,20 +84,20 @@ class Args:
 
     # --- The judge: one of the first two ---
     # file.py:name of a function with TRL's signature, or a reward model (a classifier with one label)
-    reward_fn: Name | None = None
+    reward_fn: str | None = None
     # an OpenAI-compatible API, http://.../v1; its key is read from OPENAI_API_KEY only
     judge_url: Address | None = None
-    judge_model: Name | None = None  # name of the judge at that address
+    judge_model: str | None = None  # name of the judge at that address
     # file with the question, which contains {prompt}, {first} and {second}, and asks for A or B
-    judge_template: Name | None = None
+    judge_template: str | None = None
     judge_timeout: Positive = 60.0  # seconds after which a request without a complete reply fails
     judge_retries: Natural = 3  # retries of a failed request, after 1, 2, 4 ... s; then there is no verdict
     judge_concurrency: Count = 8  # pairs judged at the same time
 
     # --- Run ---
-    output_dir: Name | None = None  # folder of the results; by default a new folder runs/compare__TIME
+    output_dir: str | None = None  # folder of the results; by default a new folder runs/compare__TIME
     bf16: bool = False  # run the models in bfloat16 (autocast), as the scripts do with this flag
-    device: Name = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
 
 
 @dataclass

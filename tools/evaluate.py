@@ -46,20 +46,20 @@ sys.path.insert(0, str(ROOT))
 # The tools sample, read rows and score by functions of these scripts: a policy is judged on what it was trained on
 import agent
 import ppo
-from ppo import Count, Name, Natural, NonNegative, require
+from ppo import Count, Natural, NonNegative, require
 
 
-@pydantic.dataclasses.dataclass  # checks the values
+@pydantic.dataclasses.dataclass(config={"allow_inf_nan": False})  # checks the values
 class Args:
-    model: tyro.conf.Positional[Name]  # the policy: a folder, or a name on the hub
-    reference: Name | None = None  # the policy to measure the KL against, such as the initial policy of the training
+    model: tyro.conf.Positional[str]  # the policy: a folder, or a name on the hub
+    reference: str | None = None  # the policy to measure the KL against, such as the initial policy of the training
     # rewards: file.py:name of a function with TRL's signature, or a reward model (a classifier with one label)
-    reward_fn: tuple[Name, ...] = ()
-    env: Name | None = None  # instead of rewards: file.py:name of an environment (agent.py)
+    reward_fn: tuple[str, ...] = ()
+    env: str | None = None  # instead of rewards: file.py:name of an environment (agent.py)
     max_turns: Count | None = None  # with --env: maximum turns of an episode; --response-length includes the answers
-    dataset: Name = f"{ppo.TOY}/data/prompts"  # folder of SPLIT.jsonl (or .parquet), one such file, or a hub name
-    dataset_config: Name | None = None  # configuration of a hub dataset that has several
-    split: Name = "validation"  # split with the prompts; a file has only one
+    dataset: str = f"{ppo.TOY}/data/prompts"  # folder of SPLIT.jsonl (or .parquet), one such file, or a hub name
+    dataset_config: str | None = None  # configuration of a hub dataset that has several
+    split: str = "validation"  # split with the prompts; a file has only one
     num_prompts: Count | None = None  # number of prompts, taken from the top; by default all
     max_prompt_length: Count = 512  # prompts with more tokens are dropped, as in training; their number is printed
     num_generations: Count = 1  # answers to each prompt
@@ -67,9 +67,9 @@ class Args:
     temperature: NonNegative = 0.7  # divides the logits, also for KL (where 0 counts as 1); use the value from training
     seed: Natural = 1  # seed of the answers
     batch_size: Count = 64  # answers sampled at once
-    output_dir: Name | None = None  # folder of the results; by default a new folder runs/evaluate__TIME
+    output_dir: str | None = None  # folder of the results; by default a new folder runs/evaluate__TIME
     bf16: bool = False  # run the models in bfloat16 (autocast), as the scripts do with this flag
-    device: Name = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
 
 
 def evaluate(args):
