@@ -508,8 +508,8 @@ def update(policy, optimizer, rollout, args):
                     "tokens": torch.ones_like(ratio),
                 }
                 sums.update({name: masked_sum(x.detach(), r.loss_mask) for name, x in seen.items()})  # a Counter adds
-            values = all_reduce(torch.stack(list(sums.values()))).tolist()
-            sums = dict(zip(sums, values))
+            reduced = all_reduce(torch.stack(list(sums.values()))).tolist()
+            sums = dict(zip(sums, reduced))
             log = {name: x / max(1, sums["tokens"]) for name, x in sums.items()}
             log["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
             logs.append(log)

@@ -521,8 +521,8 @@ def update(policy, critic, optimizer, rollout, args):
                     "tokens": torch.ones_like(ratio),
                 }
                 sums.update({name: masked_sum(x.detach(), r.mask) for name, x in seen.items()})  # a Counter adds
-            values = all_reduce(torch.stack(list(sums.values()))).tolist()
-            sums = dict(zip(sums, values))
+            reduced = all_reduce(torch.stack(list(sums.values()))).tolist()
+            sums = dict(zip(sums, reduced))
             if not totals:
                 first_error = sums["ratio_error"] / sums["tokens"]
             totals.update(sums)

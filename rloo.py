@@ -491,8 +491,8 @@ def update(policy, optimizer, rollout, args):
                 error = ((logprobs.detach() - r.old_logprobs).exp() - 1).abs()
                 seen = {"entropy": entropy, "error": error, "tokens": torch.ones_like(error)}
                 sums.update({name: masked_sum(x, r.mask) for name, x in seen.items()})
-            values = all_reduce(torch.stack(list(sums.values()))).tolist()
-            sums = dict(zip(sums, values))
+            reduced = all_reduce(torch.stack(list(sums.values()))).tolist()
+            sums = dict(zip(sums, reduced))
             if not norms:
                 first_error = sums["error"] / sums["tokens"]
             totals.update(sums)
