@@ -42,6 +42,11 @@ def test_statistics_per_prompt_are_trls():
     assert json.loads(json.dumps(history)) == history  # for a checkpoint
 
 
+def test_a_prompt_with_the_minimum_count_has_its_own_statistics():
+    args = ddpo.Args(per_prompt_stat_tracking_min_count=2)
+    close(ddpo.prompt_advantages(torch.tensor([1.0, 2, 5, 9]), list("aabb"), {}, args), [-1.0, 1, -1, 1])
+
+
 # --- Whole epochs -----------------------------------------------------------------------------------------------------
 
 

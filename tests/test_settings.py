@@ -4,7 +4,8 @@ import json
 import sys
 
 import pytest
-from runs import GOLD, NAMES, lines_of, main, run, script, slow_but, write_rows
+from runs import GOLD, NAMES, lines_of, main, run, script, slow_but, watch, write_rows
+from sources import ROOT
 from sources import lines_of as lines_of_file
 
 
@@ -70,6 +71,15 @@ def test_default_learning_rates_and_sizes(monkeypatch):
         found = [choose(lora_r=r, device="cpu").learning_rate for r in (0, 4)]
         assert found == pytest.approx([rate, 10 * rate], rel=0.02)  # they have two digits
     assert [choose(device=device).micro_batch_size for device in ("cpu", "cuda")] == [16, 8192 // (11 + 53)]
+
+
+@pytest.mark.parametrize("name, rate", [("dpo", 3.1e-4), ("reward_model", 7.2e-4)])
+def test_default_learning_rate_in_the_toy_world(name, rate, tiny, tmp_path, monkeypatch):
+    """It is the default of the short file."""
+    rates = []
+    watch(monkeypatch, script(name), "choose_sizes", lambda args, *_: rates.append(args.learning_rate))
+    run(name, tmp_path / "run", **tiny[name] | dict(learning_rate=None, model=f"{ROOT}/toy/sft"))
+    assert rates == [pytest.approx(rate, rel=0.02)]
 
 
 TRL_COMMAND = (
