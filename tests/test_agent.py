@@ -5,9 +5,12 @@ import json
 import pytest
 import torch
 from float64 import float64, in_float64, load_in_float64
-from runs import lines_of, short_form, slow_but
+from runs import lines_of, short_form, slow_but, watch
+from runs import run as run_script
 from sources import ROOT
 from transformers import AutoModelForCausalLM
+
+import agent
 
 GUESS = f"{ROOT}/toy/guess"
 TALK = """
@@ -92,6 +95,16 @@ def test_an_update_by_hand(credit, tmp_path):
     for ours, theirs in zip(names["policy"].parameters(), policy.parameters(), strict=True):
         assert (ours.grad - theirs.grad).abs().max() < 1e-9
     assert max(p.grad.abs().max() for p in policy.parameters()) > 1e-3
+
+
+def test_the_kl_of_the_loss_is_schulmans_k3(tiny, tmp_path, monkeypatch):
+    """Of the second update, when the policy has moved; in its only pass the ratio is 1."""
+    seen = []
+    watch(monkeypatch, agent, "update", lambda stats, policy, optimizer, r, args: seen.append((stats["kl"], r)))
+    run_script(agent, tmp_path / "run", **tiny["agent"] | dict(beta=0.5, learning_rate=1e-2))
+    kl, r = seen[1]
+    k1 = (r.old_logprobs - r.ref_logprobs)[r.loss_mask]
+    assert kl == pytest.approx(((-k1).exp() - 1 + k1).mean().item(), rel=1e-3) and kl > 1e-3
 
 
 SETTINGS = dict(batch_size=24, num_generations=4, num_ppo_epochs=2, num_mini_batches=2, temperature=1.5, epsilon=0.05)

@@ -201,6 +201,7 @@ def test_shares_are_of_rows_in_the_loss(level):
     settings = dict(importance_sampling_level=level, loss_type="grpo", old=math.log(2))
     _, stats = an_update(scores, in_loss=in_loss, **settings)
     assert (stats["clip_ratio/low_mean"], stats["clip_ratio/high_mean"]) == (1, 0)
+    assert stats["policy/approxkl_avg"] == pytest.approx(0.5 * math.log(2) ** 2, rel=0.1)
 
 
 # --- sample_groups
