@@ -587,8 +587,6 @@ def load_rows(args, tokenizer):
 
 def begin(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
-    is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
-    require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()

@@ -32,14 +32,18 @@ WRONG = [(name, *case) for name in ("ppo", "rloo", "grpo") for case in OF_THREE]
 WRONG += [("rloo", dict(rloo_k=5), "5"), ("grpo", dict(num_generations=3), "3")]
 WRONG += [("sft", dict(model=None, lora_r=1), "lora"), ("dpo", dict(loss_type="ipo", label_smoothing=0.1), "label")]
 WRONG += [(name, dict(dataset_train_split="nosuch"), "") for name in ("ppo", "sft", "dpo")]
+WRONG += [("ddpo", dict(dataset="FOLDER/talk.jsonl"), "not a text"), ("ddpo", dict(dataset="FOLDER"), "no prompts")]
+WRONG += [("agent", dict(env="nowhere.py:f"), "nowhere")]
 WRONG = [case for case in WRONG if case[0] in NAMES]
-WRONG = slow_but([case for case in WRONG if case[0] not in ("rloo", "grpo")], WRONG)
+WRONG = slow_but([case for case in WRONG if case[0] in ("ppo", "sft", "dpo")], WRONG)
 
 
 @pytest.mark.parametrize(("name", "settings", "word"), WRONG)
 def test_what_does_not_go_together(name, settings, word, tmp_path):
     """Settings and data end the run with a sentence of ours, before it has trained."""
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": "The film was long and I liked it"}] * 3)
+    write_rows(tmp_path / "talk.jsonl", [{"prompt": [{"role": "user", "content": "A bird"}]}])
+    (tmp_path / "train.jsonl").write_text("")
     (tmp_path / "r.py").write_text(REWARDS)
     settings = json.loads(json.dumps(settings).replace("FOLDER", str(tmp_path)))
     settings = {key: tuple(x) if isinstance(x, list) else x for key, x in settings.items()}
