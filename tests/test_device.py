@@ -61,7 +61,7 @@ def runs(tmp_path_factory, request, settings_of):
     return folder
 
 
-@pytest.mark.parametrize("case", slow_but(["ppo"], CASES))
+@pytest.mark.parametrize("case", slow_but([], CASES))
 def test_the_numbers_are_those_of_the_cpu(case, runs):
     """Two updates, and tables; what was saved loads in a process without the device."""
     assert_close_runs(runs / "there" / case, runs / "here" / case, weights=2e-4)
