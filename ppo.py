@@ -575,7 +575,8 @@ def show_samples(run, rollout, tokenizer):
     """Prints four episodes, and saves their tensors for tools/xray.py."""
     r = rollout.select(torch.arange(len(rollout.rows))[:4])
     prompts = tokenizer.batch_decode([row["input_ids"] for row in r.rows])
-    responses = [tokenizer.decode(ids[real]) for ids, real in zip(r.responses, r.mask)]
+    pairs = zip(r.responses, r.mask)
+    responses = [tokenizer.decode(ids[real]) for ids, real in pairs]
     scores = [f"{score:.2f}" for score in r.scores.tolist()]
     run.show({"prompt": prompts, "response": responses, "score": scores}, vars(r))
 
