@@ -162,8 +162,7 @@ def train(args):
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
     options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
-    # fused: ten times as fast on a CPU
-    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **options)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **options)  # fused: faster on a CPU
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
     run = Run(args, num_updates, optimizer, schedule, {}, model=policy)
     for step in run.steps():
@@ -512,12 +511,13 @@ def update(policy, optimizer, rollout, args):
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs =============================
 def rollout_stats(rollout, kl_coef):
     """The metrics of a batch before the update, under TRL's names."""
-    B, mask, score = len(rollout.mask), rollout.mask, rollout.scores.mean().item()
-    kl = masked_sum(rollout.kl, mask).item() / B
+    mask = rollout.mask
+    score = rollout.scores.mean().item()
+    kl = masked_sum(rollout.kl, mask).item() / len(mask)
     groups = rollout.scores.view(-1, rollout.k)  # (B/k, k)
     stats = {
         "objective/kl": kl,
-        "objective/entropy": masked_sum(-rollout.old_logprobs, mask).item() / B,  # from the sampled tokens
+        "objective/entropy": masked_sum(-rollout.old_logprobs, mask).item() / len(mask),  # from the sampled tokens
         "objective/non_score_reward": -kl_coef * kl,
         "objective/rlhf_reward": score - kl_coef * kl,
         "objective/scores": score,
