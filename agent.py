@@ -175,7 +175,10 @@ def train(args):
         numbers = order[(step - 1) * B // G : step * B // G]
         rows = [prompts[i] for i in numbers for _ in range(G)]
         rollout = play_batch(policy, rows, args)
-        read_logprobs(policy, reference, rollout, args)
+        if args.bf16 or args.device != "cpu":  # the sampler reads token by token: its rounding would matter
+            rollout.old_logprobs = read_logprobs(policy, rollout, args)
+        if args.beta:
+            rollout.ref_logprobs = read_logprobs(reference, rollout, args)
 
         # 3. Advantage
         require(args.scale_rewards != "mean" or rollout.scores.min() >= 0, "--scale-rewards mean needs scores >= 0")
@@ -246,16 +249,6 @@ class Rollout:
         index = index[lengths[index].argsort(stable=True)]
         num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))  # equal in all processes
         return index.tensor_split(num_rounds * WORLD_SIZE)[RANK::WORLD_SIZE]
-
-    @torch.no_grad()
-    def in_micro_batches(self, function, args):
-        """Applies a function without gradient to micro-batches of b episodes. Joins its results (b, T) to (B, T)."""
-        joined = torch.zeros(self.mask.shape, device=args.device)
-        for index in self.micro_batches(torch.arange(len(joined), device=args.device), args):
-            with autocast(args):
-                x = function(self.select(index))
-            joined[index, : x.shape[1]] = x
-        return all_reduce(joined)  # a sum: each process has zeros in the rows of the others
 
 
 def forward(model, input_ids, attention_mask, **options):
@@ -383,17 +376,17 @@ def token_logprobs(logits, tokens):
     return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
-def logprobs_under(model, r, args):
-    """(b, T) log-probabilities of the response tokens under a model."""
-    return token_logprobs(response_forward(model, r, args), r.responses)
-
-
-def read_logprobs(policy, reference, rollout, args):
-    """With --beta, adds the reference's log-probabilities (B, T) to the rollout."""
-    if args.bf16 or args.device != "cpu":  # the sampler reads token by token: with bf16 or TF32 its rounding matters
-        rollout.old_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args)
-    if args.beta:
-        rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
+@torch.no_grad()
+def read_logprobs(model, rollout, args):
+    """(B, T) log-probabilities of the responses under a model, read in micro-batches of b rows."""
+    logprobs = torch.zeros(rollout.mask.shape, device=args.device)
+    rows = torch.arange(len(logprobs), device=args.device)
+    for index in rollout.micro_batches(rows, args):
+        r = rollout.select(index)
+        with autocast(args):
+            logits = response_forward(model, r, args)  # (b, T, V)
+        logprobs[index, : r.mask.shape[1]] = token_logprobs(logits, r.responses)
+    return all_reduce(logprobs)  # a sum: each process has zeros in the rows of the others
 
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
@@ -765,16 +758,11 @@ def load_model(auto_class, name, new_weights=()):
 
 
 def eos_tokens(model):
-    """Ids of the tokens that end a text: EOS, those of the generation config, and the chat template's end of a turn.
-    Only added tokens count, since a config's default can be any token."""
-    tokenizer = model.tokenizer
+    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>. Only added tokens
+    count, since a config's default can be any token."""
     stored = model.generation_config.eos_token_id  # an int, a list, or None
-    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-        text = render_answer(turns, {}, tokenizer)
-        ids.add(tokenizer.encode(text, add_special_tokens=False)[-1])
-    return sorted(ids & tokenizer.added_tokens_decoder.keys())
+    ids = {model.tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
+    return sorted(ids & model.tokenizer.added_tokens_decoder.keys())
 
 
 class OneTypeCache(StaticCache):
@@ -880,9 +868,8 @@ class Run:
         if args.track:
             import wandb
 
-            project = os.environ.get("WANDB_PROJECT", "rlhf")
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
-            self.wandb = wandb.init(project=project, **options)
+            self.wandb = wandb.init(**options)
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the

@@ -700,9 +700,8 @@ class Run:
         if args.track:
             import wandb
 
-            project = os.environ.get("WANDB_PROJECT", "rlhf")
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
-            self.wandb = wandb.init(project=project, **options)
+            self.wandb = wandb.init(**options)
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the

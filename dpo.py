@@ -364,7 +364,8 @@ CURVES = "loss$|rewards/(chosen|rejected|accuracies)$"  # metrics of curves.png
 def load_policy(args):
     """Loads the policy. It stays in evaluation mode: dropout is off, as in the reference (TRL)."""
     policy = load_model(AutoModelForCausalLM, args.model)
-    policy.generation_config.eos_token_id = eos_tokens(policy)  # for programs that sample from it later
+    ends = {*eos_tokens(policy), end_of_turn(policy.tokenizer)}
+    policy.generation_config.eos_token_id = sorted(ends)  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
     return policy
 
@@ -553,6 +554,15 @@ def render_answer(messages, row, tokenizer):
     return head + content + tail.partition(end)[0] + end
 
 
+def end_of_turn(tokenizer):
+    """Id of the token that ends an answer: with a chat template that of its turns, such as <|im_end|>, else EOS."""
+    if not tokenizer.chat_template:
+        return tokenizer.eos_token_id
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    text = render_answer(turns, {}, tokenizer)
+    return tokenizer.encode(text, add_special_tokens=False)[-1]
+
+
 def encode(texts, tokenizer, is_chat=False):
     """Token ids of texts that go on: without the EOS that some tokenizers add. A chat template writes BOS itself."""
     rows = []
@@ -599,16 +609,11 @@ def load_model(auto_class, name, new_weights=()):
 
 
 def eos_tokens(model):
-    """Ids of the tokens that end a text: EOS, those of the generation config, and the chat template's end of a turn.
-    Only added tokens count, since a config's default can be any token."""
-    tokenizer = model.tokenizer
+    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>. Only added tokens
+    count, since a config's default can be any token."""
     stored = model.generation_config.eos_token_id  # an int, a list, or None
-    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-        text = render_answer(turns, {}, tokenizer)
-        ids.add(tokenizer.encode(text, add_special_tokens=False)[-1])
-    return sorted(ids & tokenizer.added_tokens_decoder.keys())
+    ids = {model.tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
+    return sorted(ids & model.tokenizer.added_tokens_decoder.keys())
 
 
 def autocast(args):
@@ -708,9 +713,8 @@ class Run:
         if args.track:
             import wandb
 
-            project = os.environ.get("WANDB_PROJECT", "rlhf")
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
-            self.wandb = wandb.init(project=project, **options)
+            self.wandb = wandb.init(**options)
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the

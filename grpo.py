@@ -161,10 +161,16 @@ def train(args):
     B = args.batch_size
     num_updates = args.total_episodes // B
     passes = range(1 + args.total_episodes * (1 + args.dynamic_sampling) // (G * len(prompts)))
-    order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
+    order = []
+    for number in passes:
+        order += shuffled(len(prompts), args.seed, number)
 
-    options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
-    # fused: ten times as fast on a CPU
+    options = {
+        "betas": args.adam_betas,
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+        "fused": True,  # ten times as fast on a CPU
+    }
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **options)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
     carry = {"num_draws": 0, "num_tokens": 0}  # what an update hands to the next; in checkpoints
@@ -175,7 +181,10 @@ def train(args):
         # 1. Sample, and 2. score
         first_draw = carry["num_draws"]
         rollout = sample_groups(policy, reward_fns, prompts, order, carry, args)
-        read_logprobs(policy, reference, rollout, args)
+        if args.bf16 or args.device != "cpu":  # the sampler reads token by token: its rounding would matter
+            rollout.old_logprobs = read_logprobs(policy, rollout, args)
+        if args.beta:
+            rollout.ref_logprobs = read_logprobs(reference, rollout, args)
 
         # 3. Advantage
         advantages = rollout.scores.masked_fill(rollout.unscored, 0.0)  # (B,)
@@ -193,9 +202,10 @@ def train(args):
         is_one = step > 1 or stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
         require(is_one, "the first ratio is not 1: does the model ignore the attention mask, or have dropout?")
         carry["num_tokens"] += (rollout.prompt_mask.sum() + rollout.mask.sum()).item()
-        stats |= {"sampled_batches": carry["num_draws"] - first_draw, "num_tokens": carry["num_tokens"]}
-
-        stats |= {"learning_rate": optimizer.param_groups[0]["lr"], "episode": step * B}
+        stats["num_tokens"] = carry["num_tokens"]
+        stats["sampled_batches"] = carry["num_draws"] - first_draw
+        stats["learning_rate"] = optimizer.param_groups[0]["lr"]
+        stats["episode"] = step * B
         run.log(stats, "objective/scores", "frac_reward_zero_std")
         if args.num_sample_generations and (step == 1 or run.is_due(num_updates // args.num_sample_generations)):
             show_samples(run, rollout, policy.tokenizer)
@@ -244,22 +254,14 @@ class Rollout:
     def micro_batches(self, index, args, is_first=None):
         """Splits row numbers into micro-batches of groups of similar lengths, to save padding; the processes take them
         in turns. Rows for which `is_first` (B,) is true come first."""
-        lengths = (self.prompt_mask.sum(1) + self.mask.sum(1)).view(-1, self.k).amax(1)  # of the longest row of a group
+        lengths = self.prompt_mask.sum(1) + self.mask.sum(1)  # (B,)
+        lengths = lengths.view(-1, self.k).amax(1)  # (B/k,) of the longest row of each group
         index = index.sort().values
-        index = index[lengths[index // self.k].argsort(stable=True)]
+        by_length = lengths[index // self.k].argsort(stable=True)
+        index = index[by_length]
         if is_first is not None:
             index = index[is_first[index].long().argsort(descending=True, stable=True)]
         return index.tensor_split(WORLD_SIZE * math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size)))
-
-    @torch.no_grad()
-    def in_micro_batches(self, function, args):
-        """Applies a function without gradient to micro-batches of b episodes. Joins its results (b, T) to (B, T)."""
-        joined = torch.zeros(self.mask.shape, device=args.device)
-        for index in self.micro_batches(torch.arange(len(joined), device=args.device), args)[RANK::WORLD_SIZE]:
-            with autocast(args):
-                x = function(self.select(index))
-            joined[index, : x.shape[1]] = x
-        return all_reduce(joined)  # a sum: each process has zeros in the rows of the others
 
 
 def response_mask(responses, stop_token_ids):
@@ -290,16 +292,17 @@ def sample_categorical(logits, uniforms):
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
-def read_prompts(model, prompts, prompt_mask, cache, **options):
+def read_prompts(model, prompts, prompt_mask, cache):
     """Reads each distinct prompt (B, P) once, and gives the key-value cache a copy of it for each row. Returns the
-    output for the distinct prompts, and for each row the number (B,) of its prompt among them."""
-    both = torch.stack([prompts, prompt_mask]).cpu()  # (2, B, P), on the CPU: some devices do not support unique
-    distinct, prompt_of = both.unique(dim=1, return_inverse=True)
-    ids, mask = distinct.to(prompts.device)
-    output = forward(model, ids, mask, past_key_values=cache, use_cache=True, **options)
-    prompt_of = prompt_of.to(prompts.device)
+    logits (B, 1, V) of the first response token."""
+    marked = prompts.where(prompt_mask, -1).cpu()  # -1: padding. Some devices do not support unique
+    distinct, prompt_of = marked.unique(dim=0, return_inverse=True)
+    distinct = distinct.to(prompts.device)
+    prompt_of = prompt_of.to(prompts.device)  # (B,) numbers of distinct prompts
+    mask = (distinct >= 0).long()
+    output = forward(model, distinct.clamp(min=0), mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
     cache.reorder_cache(prompt_of)
-    return output, prompt_of
+    return output.logits[prompt_of]
 
 
 @torch.no_grad()
@@ -319,12 +322,12 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature):
     has_ended = torch.zeros_like(rows, dtype=torch.bool)
     attention_mask = prompt_mask.long()  # (rows, P), after each pass one wider
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-    output, prompt_of = read_prompts(policy, prompts, prompt_mask, cache, logits_to_keep=1)
-    logits = output.logits[prompt_of]  # (rows, 1, V)
+    logits = read_prompts(policy, prompts, prompt_mask, cache)  # (rows, 1, V)
     for t in range(T):
         if t > 0:
             logits = forward(policy, token[:, None], attention_mask, **options).logits  # noqa: F821
-        token, logprobs[rows, t] = sample_categorical(logits[:, -1].float() / temperature, uniforms[rows, t])
+        logits = logits[:, -1].float() / temperature  # (rows, V)
+        token, logprobs[rows, t] = sample_categorical(logits, uniforms[rows, t])
         responses[rows, t] = token
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         has_ended |= torch.isin(token, stops)
@@ -340,7 +343,8 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature):
             token = token[unfinished]
             attention_mask = attention_mask[unfinished]
     mask, ended = response_mask(responses, policy.stop_token_ids)  # false on tokens sampled after the stop token
-    return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
+    responses = responses.masked_fill(~mask, policy.tokenizer.pad_token_id)
+    return responses, mask, ended, logprobs.masked_fill(~mask, 0.0)
 
 
 def sample_batch(policy, rows, k, args):
@@ -412,10 +416,10 @@ def response_forward(model, r, args):
     ids, mask = r.joined()  # (b, P+T) each
     if can_share_prompts(model, args):
         cache = DynamicCache(config=model.config)
-        output, prompt_of = read_prompts(model, r.prompts, r.prompt_mask, cache, logits_to_keep=1)
+        first = read_prompts(model, r.prompts, r.prompt_mask, cache)  # (b, 1, V)
         keep = torch.arange(T - 1, device=mask.device)  # the last token predicts nothing
         rest = forward(model, r.responses, mask, past_key_values=cache, use_cache=True, logits_to_keep=keep)
-        logits = torch.cat([output.logits[prompt_of], rest.logits], 1)
+        logits = torch.cat([first, rest.logits], 1)
     else:
         keep = torch.arange(P - 1, P + T - 1, device=mask.device)
         logits = forward(model, ids, mask, use_cache=False, logits_to_keep=keep).logits
@@ -427,17 +431,17 @@ def token_logprobs(logits, tokens):
     return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
-def logprobs_under(model, r, args):
-    """(b, T) log-probabilities of the response tokens under a model."""
-    return token_logprobs(response_forward(model, r, args), r.responses)
-
-
-def read_logprobs(policy, reference, rollout, args):
-    """With --beta, adds the reference's log-probabilities (B, T) to the rollout."""
-    if args.bf16 or args.device != "cpu":  # the sampler reads token by token: with bf16 or TF32 its rounding matters
-        rollout.old_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args)
-    if args.beta:
-        rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
+@torch.no_grad()
+def read_logprobs(model, rollout, args):
+    """(B, T) log-probabilities of the responses under a model, read in micro-batches of b rows."""
+    logprobs = torch.zeros(rollout.mask.shape, device=args.device)
+    rows = torch.arange(len(logprobs), device=args.device)
+    for index in rollout.micro_batches(rows, args)[RANK::WORLD_SIZE]:
+        r = rollout.select(index)
+        with autocast(args):
+            logits = response_forward(model, r, args)  # (b, T, V)
+        logprobs[index, : r.mask.shape[1]] = token_logprobs(logits, r.responses)
+    return all_reduce(logprobs)  # a sum: each process has zeros in the rows of the others
 
 
 def score_groups(rollout, reward_fns, tokenizer, args):
@@ -451,7 +455,8 @@ def score_groups(rollout, reward_fns, tokenizer, args):
     if args.stop_token:  # without stop tokens, no response ends
         scores = torch.where(rollout.ended, scores, scores - args.missing_eos_penalty)
     rollout.unscored = table[weights != 0].isnan().all(0)
-    known = scores.masked_fill(rollout.unscored, math.nan).cpu().double().view(-1, rollout.k)  # exact if equal
+    known = scores.masked_fill(rollout.unscored, math.nan)
+    known = known.cpu().double().view(-1, rollout.k)  # a mean of equal scores is then exact
     means = known.nanmean(1, keepdim=True).nan_to_num()  # 0 in a group without any: its advantages are 0
     rollout.scores = known.where(known.isfinite(), means).flatten().to(scores)
 
@@ -585,10 +590,17 @@ def update(policy, optimizer, rollout, args):
                     loss.backward()
                 is_low = (ratio < lower) & (r.advantages < 0)  # clipped: no gradient from the advantage, but with cispo
                 is_high = (ratio > upper) & (r.advantages > 0)
-                seen = {"kl": kl, "entropy": entropy, "val/ratio": ratio, "clip_ratio/low_mean": is_low}
-                seen |= {"clip_ratio/high_mean": is_high, "clip_ratio/region_mean": is_low | is_high}
-                seen["policy/approxkl_avg"] = 0.5 * (logprobs - r.old_logprobs) ** 2
-                seen["policy/first_ratio_error"] = ((logprobs - r.old_logprobs).exp() - 1).abs()
+                log_ratio = logprobs - r.old_logprobs
+                seen = {
+                    "kl": kl,
+                    "entropy": entropy,
+                    "val/ratio": ratio,
+                    "clip_ratio/low_mean": is_low,
+                    "clip_ratio/high_mean": is_high,
+                    "clip_ratio/region_mean": is_low | is_high,
+                    "policy/approxkl_avg": 0.5 * log_ratio**2,
+                    "policy/first_ratio_error": (log_ratio.exp() - 1).abs(),
+                }
                 for name, x in seen.items():  # (b, T), or (b, 1) with sequence-level ratios
                     where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)
                     sums[name] += torch.stack([masked_sum(x.detach(), where), where.sum()])
@@ -659,6 +671,7 @@ def load_models(args):
         ids = eos_tokens(policy) if text == "eos" else policy.tokenizer.encode(text, add_special_tokens=False)
         require(text == "eos" or len(ids) == 1, f"--stop-token {text!r} is not one token of {args.model}, but {ids}")
         policy.stop_token_ids += ids
+    print(f"a response ends at one of {policy.tokenizer.convert_ids_to_tokens(policy.stop_token_ids)}")
     policy.generation_config.eos_token_id = policy.stop_token_ids or None  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
     reference = deepcopy(policy).requires_grad_(False) if args.beta else None
@@ -705,8 +718,7 @@ def choose_sizes(args, policy, prompts, k):
     require(args.batch_size % parts == 0, f"{args.batch_size} responses are no multiple of {parts}: see --batch-size")
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    per_prompt = num_updates * args.batch_size / len(prompts)
-    print(f"{num_updates} updates of {args.batch_size} responses, {rows} at a time; {per_prompt:.1f} for each prompt")
+    print(f"{num_updates} updates of {args.batch_size} responses, {rows} at a time")
     return replace(args, learning_rate=rate, micro_batch_size=rows)
 
 
@@ -741,7 +753,9 @@ def function_reward(function, rollout, tokenizer, args):
     """
     share = torch.arange(len(rollout.mask)).tensor_split(WORLD_SIZE)[RANK]
     r = rollout.select(share)
-    columns = {name: [deepcopy(row[name]) for row in r.rows] for name in r.rows[0]}
+    columns = {}
+    for name in r.rows[0]:
+        columns[name] = [deepcopy(row[name]) for row in r.rows]
     columns["prompts"] = columns["prompt"]
     columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
     columns["completions"] = decode(r, tokenizer)
@@ -749,7 +763,8 @@ def function_reward(function, rollout, tokenizer, args):
     columns["completion_ids"] = [ids[real].tolist() for ids, real in responses]
     columns["ended"] = r.ended.tolist()
     if isinstance(columns["prompt"][0], list):
-        columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
+        messages = [{"role": "assistant", "content": text} for text in columns["completions"]]
+        columns["completions"] = [[message] for message in messages]
     with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
         rewards = function(**columns)
     rewards = [math.nan if x is None else x for x in rewards]
@@ -845,16 +860,6 @@ def render(messages, row, tokenizer, **options):
     return text
 
 
-def render_answer(messages, row, tokenizer):
-    """Renders messages up to and including the token that ends the last one, such as <|im_end|>, or else EOS."""
-    content = messages[-1]["content"].strip()
-    head, _, tail = render(messages, row, tokenizer).rpartition(content)
-    ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-    found = [end for end in ends if end in tail]
-    end = min(found, key=tail.find, default=tokenizer.eos_token)
-    return head + content + tail.partition(end)[0] + end
-
-
 def encode(texts, tokenizer, is_chat=False):
     """Token ids of texts that go on: without the EOS that some tokenizers add. A chat template writes BOS itself."""
     rows = []
@@ -901,16 +906,11 @@ def load_model(auto_class, name, new_weights=()):
 
 
 def eos_tokens(model):
-    """Ids of the tokens that end a text: EOS, those of the generation config, and the chat template's end of a turn.
-    Only added tokens count, since a config's default can be any token."""
-    tokenizer = model.tokenizer
+    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>. Only added tokens
+    count, since a config's default can be any token."""
     stored = model.generation_config.eos_token_id  # an int, a list, or None
-    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-        text = render_answer(turns, {}, tokenizer)
-        ids.add(tokenizer.encode(text, add_special_tokens=False)[-1])
-    return sorted(ids & tokenizer.added_tokens_decoder.keys())
+    ids = {model.tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
+    return sorted(ids & model.tokenizer.added_tokens_decoder.keys())
 
 
 class OneTypeCache(StaticCache):
@@ -1016,9 +1016,8 @@ class Run:
         if args.track:
             import wandb
 
-            project = os.environ.get("WANDB_PROJECT", "rlhf")
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
-            self.wandb = wandb.init(project=project, **options)
+            self.wandb = wandb.init(**options)
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the

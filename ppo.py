@@ -594,6 +594,7 @@ def load_models(args):
         ids = eos_tokens(policy) if text == "eos" else policy.tokenizer.encode(text, add_special_tokens=False)
         require(text == "eos" or len(ids) == 1, f"--stop-token {text!r} is not one token of {args.model}, but {ids}")
         policy.stop_token_ids += ids
+    print(f"a response ends at one of {policy.tokenizer.convert_ids_to_tokens(policy.stop_token_ids)}")
     policy.generation_config.eos_token_id = policy.stop_token_ids or None  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
     reward_model = load_reward_model(args, policy)
@@ -740,7 +741,9 @@ def function_reward(function, rollout, tokenizer, args):
     """
     share = torch.arange(len(rollout.mask)).tensor_split(WORLD_SIZE)[RANK]
     r = rollout.select(share)
-    columns = {name: [deepcopy(row[name]) for row in r.rows] for name in r.rows[0]}
+    columns = {}
+    for name in r.rows[0]:
+        columns[name] = [deepcopy(row[name]) for row in r.rows]
     columns["prompts"] = columns["prompt"]
     columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
     columns["completions"] = decode(r, tokenizer)
@@ -748,7 +751,8 @@ def function_reward(function, rollout, tokenizer, args):
     columns["completion_ids"] = [ids[real].tolist() for ids, real in responses]
     columns["ended"] = r.ended.tolist()
     if isinstance(columns["prompt"][0], list):
-        columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
+        messages = [{"role": "assistant", "content": text} for text in columns["completions"]]
+        columns["completions"] = [[message] for message in messages]
     with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
         rewards = function(**columns)
     rewards = [math.nan if x is None else x for x in rewards]
@@ -844,16 +848,6 @@ def render(messages, row, tokenizer, **options):
     return text
 
 
-def render_answer(messages, row, tokenizer):
-    """Renders messages up to and including the token that ends the last one, such as <|im_end|>, or else EOS."""
-    content = messages[-1]["content"].strip()
-    head, _, tail = render(messages, row, tokenizer).rpartition(content)
-    ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-    found = [end for end in ends if end in tail]
-    end = min(found, key=tail.find, default=tokenizer.eos_token)
-    return head + content + tail.partition(end)[0] + end
-
-
 def encode(texts, tokenizer, is_chat=False):
     """Token ids of texts that go on: without the EOS that some tokenizers add. A chat template writes BOS itself."""
     rows = []
@@ -900,16 +894,11 @@ def load_model(auto_class, name, new_weights=()):
 
 
 def eos_tokens(model):
-    """Ids of the tokens that end a text: EOS, those of the generation config, and the chat template's end of a turn.
-    Only added tokens count, since a config's default can be any token."""
-    tokenizer = model.tokenizer
+    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>. Only added tokens
+    count, since a config's default can be any token."""
     stored = model.generation_config.eos_token_id  # an int, a list, or None
-    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-        text = render_answer(turns, {}, tokenizer)
-        ids.add(tokenizer.encode(text, add_special_tokens=False)[-1])
-    return sorted(ids & tokenizer.added_tokens_decoder.keys())
+    ids = {model.tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
+    return sorted(ids & model.tokenizer.added_tokens_decoder.keys())
 
 
 class OneTypeCache(StaticCache):
@@ -1015,9 +1004,8 @@ class Run:
         if args.track:
             import wandb
 
-            project = os.environ.get("WANDB_PROJECT", "rlhf")
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
-            self.wandb = wandb.init(project=project, **options)
+            self.wandb = wandb.init(**options)
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the

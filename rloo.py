@@ -157,12 +157,19 @@ def train(args):
     prompts = load_prompts(args, policy.tokenizer)
     K = args.rloo_k
     args = choose_sizes(args, policy, prompts, K)  # from here on, all sizes are set
-    B, num_updates = args.batch_size, args.total_episodes // args.batch_size
-    passes = range(1 + args.total_episodes // (K * len(prompts)))
-    order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
+    B = args.batch_size
+    num_updates = args.total_episodes // B
+    order = []
+    for number in range(1 + args.total_episodes // (K * len(prompts))):  # passes over the prompts
+        order += shuffled(len(prompts), args.seed, number)
 
-    options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **options)  # fused: faster on a CPU
+    options = {
+        "betas": args.adam_betas,
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+        "fused": True,  # ten times as fast on a CPU
+    }
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **options)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
     run = Run(args, num_updates, optimizer, schedule, {}, model=policy)
     for step in run.steps():
@@ -174,14 +181,19 @@ def train(args):
         rollout = sample_batch(policy, rows, K, args)
 
         # 2. Score
-        read_logprobs(policy, reference, rollout, args)
+        if args.bf16 or args.device != "cpu":  # the sampler reads token by token: its rounding would matter
+            rollout.old_logprobs = read_logprobs(policy, rollout, args)
+        rollout.ref_logprobs = read_logprobs(reference, rollout, args)
+        rollout.kl = rollout.old_logprobs - rollout.ref_logprobs  # of the sampled tokens; its expectation is the KL
         score_groups(rollout, reward_fns, policy.tokenizer, args)
 
         # 3. Reward
         non_score_reward = -args.kl_coef * rollout.kl.masked_fill(~rollout.mask, 0.0)  # (B, T)
 
         # 4. Advantage
-        rollout.actions = rollout.mask if args.token_level_kl else rollout.mask.any(1, keepdim=True)
+        rollout.actions = rollout.mask.any(1, keepdim=True)  # (B, 1), or each token, (B, T)
+        if args.token_level_kl:
+            rollout.actions = rollout.mask
         rollout.advantages = rloo_advantages(rollout.scores, non_score_reward, K, args.token_level_kl)  # as actions
 
         # 5. Loss, and 6. update
@@ -190,7 +202,8 @@ def train(args):
         is_one = step > 1 or stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
         require(is_one, "the first ratio is not 1: does the model ignore the attention mask, or have dropout?")
 
-        stats |= {"lr": optimizer.param_groups[0]["lr"], "episode": step * B}
+        stats["lr"] = optimizer.param_groups[0]["lr"]
+        stats["episode"] = step * B
         stats["eps"] = B / (time.perf_counter() - run.step_started)  # episodes per second
         run.log(stats, "objective/scores", "objective/kl")
         if args.num_sample_generations and (step == 1 or run.is_due(num_updates // args.num_sample_generations)):
@@ -239,21 +252,13 @@ class Rollout:
 
     def micro_batches(self, index, args):
         """Splits row numbers into this process's micro-batches of groups of similar lengths, to save padding."""
-        lengths = (self.prompt_mask.sum(1) + self.mask.sum(1)).view(-1, self.k).amax(1)  # of the longest row of a group
+        lengths = self.prompt_mask.sum(1) + self.mask.sum(1)  # (B,)
+        lengths = lengths.view(-1, self.k).amax(1)  # (B/k,) of the longest row of each group
         index = index.sort().values
-        index = index[lengths[index // self.k].argsort(stable=True)]
+        by_length = lengths[index // self.k].argsort(stable=True)
+        index = index[by_length]
         num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))  # equal in all processes
         return index.tensor_split(num_rounds * WORLD_SIZE)[RANK::WORLD_SIZE]
-
-    @torch.no_grad()
-    def in_micro_batches(self, function, args):
-        """Applies a function without gradient to micro-batches of b episodes. Joins its results (b, T) to (B, T)."""
-        joined = torch.zeros(self.mask.shape, device=args.device)
-        for index in self.micro_batches(torch.arange(len(joined), device=args.device), args):
-            with autocast(args):
-                x = function(self.select(index))
-            joined[index, : x.shape[1]] = x
-        return all_reduce(joined)  # a sum: each process has zeros in the rows of the others
 
 
 def response_mask(responses, stop_token_ids):
@@ -284,16 +289,17 @@ def sample_categorical(logits, uniforms):
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
-def read_prompts(model, prompts, prompt_mask, cache, **options):
+def read_prompts(model, prompts, prompt_mask, cache):
     """Reads each distinct prompt (B, P) once, and gives the key-value cache a copy of it for each row. Returns the
-    output for the distinct prompts, and for each row the number (B,) of its prompt among them."""
-    both = torch.stack([prompts, prompt_mask]).cpu()  # (2, B, P), on the CPU: some devices do not support unique
-    distinct, prompt_of = both.unique(dim=1, return_inverse=True)
-    ids, mask = distinct.to(prompts.device)
-    output = forward(model, ids, mask, past_key_values=cache, use_cache=True, **options)
-    prompt_of = prompt_of.to(prompts.device)
+    logits (B, 1, V) of the first response token."""
+    marked = prompts.where(prompt_mask, -1).cpu()  # -1: padding. Some devices do not support unique
+    distinct, prompt_of = marked.unique(dim=0, return_inverse=True)
+    distinct = distinct.to(prompts.device)
+    prompt_of = prompt_of.to(prompts.device)  # (B,) numbers of distinct prompts
+    mask = (distinct >= 0).long()
+    output = forward(model, distinct.clamp(min=0), mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
     cache.reorder_cache(prompt_of)
-    return output, prompt_of
+    return output.logits[prompt_of]
 
 
 @torch.no_grad()
@@ -310,12 +316,12 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature):
     has_ended = torch.zeros_like(rows, dtype=torch.bool)
     attention_mask = prompt_mask.long()  # (rows, P), after each pass one wider
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-    output, prompt_of = read_prompts(policy, prompts, prompt_mask, cache, logits_to_keep=1)
-    logits = output.logits[prompt_of]  # (rows, 1, V)
+    logits = read_prompts(policy, prompts, prompt_mask, cache)  # (rows, 1, V)
     for t in range(T):
         if t > 0:
             logits = forward(policy, token[:, None], attention_mask, **options).logits  # noqa: F821
-        token, logprobs[rows, t] = sample_categorical(logits[:, -1].float() / temperature, uniforms[rows, t])
+        logits = logits[:, -1].float() / temperature  # (rows, V)
+        token, logprobs[rows, t] = sample_categorical(logits, uniforms[rows, t])
         responses[rows, t] = token
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         has_ended |= torch.isin(token, stops)
@@ -331,7 +337,8 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature):
             token = token[unfinished]
             attention_mask = attention_mask[unfinished]
     mask, ended = response_mask(responses, policy.stop_token_ids)  # false on tokens sampled after the stop token
-    return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
+    responses = responses.masked_fill(~mask, policy.tokenizer.pad_token_id)
+    return responses, mask, ended, logprobs.masked_fill(~mask, 0.0)
 
 
 def sample_batch(policy, rows, k, args):
@@ -346,8 +353,7 @@ def sample_batch(policy, rows, k, args):
             part = sample(policy, prompts[index], prompt_mask[index], uniforms[index], args.temperature)
             parts.append(part)
     columns = [all_gather(torch.cat(x)) for x in zip(*parts)]  # responses, mask, ended, logprobs
-    rollout = Rollout(prompts, prompt_mask, *columns, rows, k)
-    return rollout.select(torch.arange(len(rows), device=prompts.device))  # all rows, without padding columns
+    return Rollout(prompts, prompt_mask, *columns, rows, k)
 
 
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
@@ -365,10 +371,10 @@ def response_forward(model, r, args):
     ids, mask = r.joined()  # (b, P+T) each
     if can_share_prompts(model, args):
         cache = DynamicCache(config=model.config)
-        output, prompt_of = read_prompts(model, r.prompts, r.prompt_mask, cache, logits_to_keep=1)
+        first = read_prompts(model, r.prompts, r.prompt_mask, cache)  # (b, 1, V)
         keep = torch.arange(T - 1, device=mask.device)  # the last token predicts nothing
         rest = forward(model, r.responses, mask, past_key_values=cache, use_cache=True, logits_to_keep=keep)
-        logits = torch.cat([output.logits[prompt_of], rest.logits], 1)
+        logits = torch.cat([first, rest.logits], 1)
     else:
         keep = torch.arange(P - 1, P + T - 1, device=mask.device)
         logits = forward(model, ids, mask, use_cache=False, logits_to_keep=keep).logits
@@ -380,17 +386,17 @@ def token_logprobs(logits, tokens):
     return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
-def logprobs_under(model, r, args):
-    """(b, T) log-probabilities of the response tokens under a model."""
-    return token_logprobs(response_forward(model, r, args), r.responses)
-
-
-def read_logprobs(policy, reference, rollout, args):
-    """Adds the reference's log-probabilities and the KL (B, T) to the rollout."""
-    if args.bf16 or args.device != "cpu":  # the sampler reads token by token: with bf16 or TF32 its rounding matters
-        rollout.old_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args)
-    rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
-    rollout.kl = rollout.old_logprobs - rollout.ref_logprobs  # of the sampled tokens; its expectation is the KL
+@torch.no_grad()
+def read_logprobs(model, rollout, args):
+    """(B, T) log-probabilities of the responses under a model, read in micro-batches of b rows."""
+    logprobs = torch.zeros(rollout.mask.shape, device=args.device)
+    rows = torch.arange(len(logprobs), device=args.device)
+    for index in rollout.micro_batches(rows, args):
+        r = rollout.select(index)
+        with autocast(args):
+            logits = response_forward(model, r, args)  # (b, T, V)
+        logprobs[index, : r.mask.shape[1]] = token_logprobs(logits, r.responses)
+    return all_reduce(logprobs)  # a sum: each process has zeros in the rows of the others
 
 
 def score_groups(rollout, reward_fns, tokenizer, args):
@@ -404,7 +410,8 @@ def score_groups(rollout, reward_fns, tokenizer, args):
     if args.stop_token:  # without stop tokens, no response ends
         scores = torch.where(rollout.ended, scores, scores - args.missing_eos_penalty)
     rollout.unscored = table[weights != 0].isnan().all(0)
-    known = scores.masked_fill(rollout.unscored, math.nan).cpu().double().view(-1, rollout.k)  # exact if equal
+    known = scores.masked_fill(rollout.unscored, math.nan)
+    known = known.cpu().double().view(-1, rollout.k)  # a mean of equal scores is then exact
     means = known.nanmean(1, keepdim=True).nan_to_num()  # 0 in a group without any: its advantages are 0
     rollout.scores = known.where(known.isfinite(), means).flatten().to(scores)
 
@@ -483,9 +490,14 @@ def update(policy, optimizer, rollout, args):
                 pg_loss, ratio, pg_clipped = policy_loss(new, old, r.advantages, r.actions, args.cliprange)
                 loss = masked_sum(pg_loss, r.actions) / num_actions
                 loss.backward()
-                seen = {"loss/policy_avg": pg_loss, "policy/clipfrac_avg": pg_clipped, "val/ratio": ratio}
-                seen |= {"policy/approxkl_avg": 0.5 * (new - old) ** 2, "ratio_squared": ratio**2}
-                seen["actions"] = torch.ones_like(ratio)
+                seen = {
+                    "loss/policy_avg": pg_loss,
+                    "policy/clipfrac_avg": pg_clipped,
+                    "policy/approxkl_avg": 0.5 * (new - old) ** 2,
+                    "val/ratio": ratio,
+                    "ratio_squared": ratio**2,
+                    "actions": torch.ones_like(ratio),
+                }
                 sums.update({name: masked_sum(x.detach(), r.actions) for name, x in seen.items()})  # a Counter adds
                 error = ((logprobs.detach() - r.old_logprobs).exp() - 1).abs()
                 seen = {"entropy": entropy, "error": error, "tokens": torch.ones_like(error)}
@@ -495,7 +507,8 @@ def update(policy, optimizer, rollout, args):
             if not norms:
                 first_error = sums["error"] / sums["tokens"]
             totals.update(sums)
-            norms.append(clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm or math.inf).item())
+            norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm or math.inf)
+            norms.append(norm.item())
             if math.isfinite(norms[-1]):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
     optimizer.zero_grad()
@@ -512,26 +525,26 @@ def update(policy, optimizer, rollout, args):
 def rollout_stats(rollout, kl_coef):
     """The metrics of a batch before the update, under TRL's names."""
     mask = rollout.mask
-    score = rollout.scores.mean().item()
-    kl = masked_sum(rollout.kl, mask).item() / len(mask)
+    score = rollout.scores.mean()
+    kl = masked_sum(rollout.kl, mask) / len(mask)
     groups = rollout.scores.view(-1, rollout.k)  # (B/k, k)
     stats = {
         "objective/kl": kl,
-        "objective/entropy": masked_sum(-rollout.old_logprobs, mask).item() / len(mask),  # from the sampled tokens
+        "objective/entropy": masked_sum(-rollout.old_logprobs, mask) / len(mask),  # from the sampled tokens
         "objective/non_score_reward": -kl_coef * kl,
         "objective/rlhf_reward": score - kl_coef * kl,
         "objective/scores": score,
-        "objective/scores_std": rollout.scores.std(correction=0).item(),
-        "objective/equal_groups": (groups == groups[:, :1]).all(1).float().mean().item(),
-        "val/num_eos_tokens": rollout.ended.sum().item(),
-        "val/eos_share": rollout.ended.float().mean().item(),
-        "val/response_length": mask.sum(1).float().mean().item(),
+        "objective/scores_std": rollout.scores.std(correction=0),
+        "objective/equal_groups": (groups == groups[:, :1]).all(1).float().mean(),
+        "val/num_eos_tokens": rollout.ended.sum(),
+        "val/eos_share": rollout.ended.float().mean(),
+        "val/response_length": mask.sum(1).float().mean(),
     }
     for name, rewards in rollout.reward_table.items():
         known = rewards[~rewards.isnan()]
-        stats[f"rewards/{name}/mean"] = known.mean().item()
-        stats[f"rewards/{name}/std"] = known.std().item()  # with Bessel's correction, as in TRL
-    return stats
+        stats[f"rewards/{name}/mean"] = known.mean()
+        stats[f"rewards/{name}/std"] = known.std()  # with Bessel's correction, as in TRL
+    return {name: x.item() for name, x in stats.items()}
 
 
 def show_samples(run, rollout, tokenizer):
@@ -555,6 +568,7 @@ def load_models(args):
         ids = eos_tokens(policy) if text == "eos" else policy.tokenizer.encode(text, add_special_tokens=False)
         require(text == "eos" or len(ids) == 1, f"--stop-token {text!r} is not one token of {args.model}, but {ids}")
         policy.stop_token_ids += ids
+    print(f"a response ends at one of {policy.tokenizer.convert_ids_to_tokens(policy.stop_token_ids)}")
     policy.generation_config.eos_token_id = policy.stop_token_ids or None  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
     reference = deepcopy(policy).requires_grad_(False)
@@ -604,8 +618,7 @@ def choose_sizes(args, policy, prompts, k):
     require(is_whole, f"{batch_size} responses cannot be split into mini-batches, groups of {k}, and processes")
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {batch_size}")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    per_prompt = num_updates * batch_size / len(prompts)
-    print(f"{num_updates} updates of {batch_size} responses, {rows} at a time; {per_prompt:.1f} for each prompt")
+    print(f"{num_updates} updates of {batch_size} responses, {rows} at a time")
     sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
     return replace(args, per_device_train_batch_size=None, **sizes)
 
@@ -641,7 +654,9 @@ def function_reward(function, rollout, tokenizer, args):
     """
     share = torch.arange(len(rollout.mask)).tensor_split(WORLD_SIZE)[RANK]
     r = rollout.select(share)
-    columns = {name: [deepcopy(row[name]) for row in r.rows] for name in r.rows[0]}
+    columns = {}
+    for name in r.rows[0]:
+        columns[name] = [deepcopy(row[name]) for row in r.rows]
     columns["prompts"] = columns["prompt"]
     columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
     columns["completions"] = decode(r, tokenizer)
@@ -649,7 +664,8 @@ def function_reward(function, rollout, tokenizer, args):
     columns["completion_ids"] = [ids[real].tolist() for ids, real in responses]
     columns["ended"] = r.ended.tolist()
     if isinstance(columns["prompt"][0], list):
-        columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
+        messages = [{"role": "assistant", "content": text} for text in columns["completions"]]
+        columns["completions"] = [[message] for message in messages]
     with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
         rewards = function(**columns)
     rewards = [math.nan if x is None else x for x in rewards]
@@ -745,16 +761,6 @@ def render(messages, row, tokenizer, **options):
     return text
 
 
-def render_answer(messages, row, tokenizer):
-    """Renders messages up to and including the token that ends the last one, such as <|im_end|>, or else EOS."""
-    content = messages[-1]["content"].strip()
-    head, _, tail = render(messages, row, tokenizer).rpartition(content)
-    ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-    found = [end for end in ends if end in tail]
-    end = min(found, key=tail.find, default=tokenizer.eos_token)
-    return head + content + tail.partition(end)[0] + end
-
-
 def encode(texts, tokenizer, is_chat=False):
     """Token ids of texts that go on: without the EOS that some tokenizers add. A chat template writes BOS itself."""
     rows = []
@@ -801,16 +807,11 @@ def load_model(auto_class, name, new_weights=()):
 
 
 def eos_tokens(model):
-    """Ids of the tokens that end a text: EOS, those of the generation config, and the chat template's end of a turn.
-    Only added tokens count, since a config's default can be any token."""
-    tokenizer = model.tokenizer
+    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>. Only added tokens
+    count, since a config's default can be any token."""
     stored = model.generation_config.eos_token_id  # an int, a list, or None
-    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-        text = render_answer(turns, {}, tokenizer)
-        ids.add(tokenizer.encode(text, add_special_tokens=False)[-1])
-    return sorted(ids & tokenizer.added_tokens_decoder.keys())
+    ids = {model.tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
+    return sorted(ids & model.tokenizer.added_tokens_decoder.keys())
 
 
 class OneTypeCache(StaticCache):
@@ -916,9 +917,8 @@ class Run:
         if args.track:
             import wandb
 
-            project = os.environ.get("WANDB_PROJECT", "rlhf")
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
-            self.wandb = wandb.init(project=project, **options)
+            self.wandb = wandb.init(**options)
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the

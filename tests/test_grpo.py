@@ -84,8 +84,7 @@ def test_a_whole_update_is_trls(case, monkeypatch):
     policy = golden_model("policy")
     args = golden_args(theirs["settings"])
     rollout = golden_rollout(args)
-    logprobs = lambda model: rollout.in_micro_batches(lambda r: grpo.logprobs_under(model, r, args), args)  # noqa: E731
-    old = logprobs(policy)
+    old = grpo.read_logprobs(policy, rollout, args)
     torch.testing.assert_close(old.masked_fill(~rollout.mask, 0.0), ARRAYS["old_logprobs"] * rollout.mask)
     rollout.advantages = grpo.group_advantages(rollout.scores, args.num_generations, args.scale_rewards)[:, None]
     close(rollout.advantages.squeeze(1), ARRAYS[f"{case}/advantages"])
@@ -93,7 +92,7 @@ def test_a_whole_update_is_trls(case, monkeypatch):
     if args.mask_truncated_completions:
         rollout.loss_mask = rollout.mask & rollout.ended[:, None]
     if args.beta:
-        rollout.ref_logprobs = logprobs(golden_model("reference"))
+        rollout.ref_logprobs = grpo.read_logprobs(golden_model("reference"), rollout, args)
 
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0.0)
     gradients = []

@@ -39,7 +39,8 @@ def read(policy, rollout, args):
     hook = policy.register_forward_pre_hook(lambda *x: sizes.append(x[2]["input_ids"].numel()), with_kwargs=True)
     policy.zero_grad()
     with grpo.autocast(args):
-        logprobs = grpo.logprobs_under(policy, rollout, args)
+        logits = grpo.response_forward(policy, rollout, args)
+    logprobs = grpo.token_logprobs(logits, rollout.responses)
     weights = torch.rand(logprobs.shape, generator=torch.Generator().manual_seed(0))
     grpo.masked_sum(logprobs * weights, rollout.mask).backward()
     hook.remove()

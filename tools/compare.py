@@ -242,13 +242,15 @@ def as_rollout(texts, rows, policy, settings):
     tokenizer = policy.tokenizer
     responses = []
     for text, row in zip(texts, rows):
+        start = len(row["input_ids"])
         if isinstance(row["prompt"], list):
             messages = [*row["prompt"], {"role": "assistant", "content": text}]
-            [ids] = ppo.encode([ppo.render_answer(messages, row, tokenizer)], tokenizer, is_chat=True)
+            [ids] = ppo.encode([ppo.render(messages, row, tokenizer)], tokenizer, is_chat=True)
+            stops = np.flatnonzero(np.isin(ids[start:], policy.stop_token_ids))
+            ids = ids[: start + stops[0] + 1] if len(stops) else ids
         else:
             [ids] = ppo.encode([row["prompt"] + text], tokenizer)
             ids = np.append(ids, tokenizer.eos_token_id)
-        start = len(row["input_ids"])
         if ids[:start].tolist() == row["input_ids"].tolist():
             responses.append(ids[start:])
         else:

@@ -133,10 +133,7 @@ def play(policy, rows, args):
 def kl_estimates(policy, reference, r, written, args):
     """k1 and k3 (B,) of each answer, in nats, over the tokens that the policy wrote (B, T)."""
     settings = replace(settings_of(args), temperature=args.temperature or 1.0)
-    logprobs = [
-        r.in_micro_batches(lambda part: ppo.logprobs_under(model, part, settings), settings)  # (B, T)
-        for model in (policy, reference)
-    ]
+    logprobs = [agent.read_logprobs(model, r, settings) for model in (policy, reference)]  # (B, T) each
     estimates = [ppo.kl_estimate(*logprobs, estimator) for estimator in ("k1", "k3")]
     return [x.masked_fill(~written, 0.0).sum(1) for x in estimates]
 
