@@ -84,3 +84,12 @@ def test_a_policy_of_each_family_trains_and_stops_where_its_turns_end(family, tm
     stops = {*FAMILIES[family].stops.split(), FAMILIES[family].eos, end}
     left = GenerationConfig.from_pretrained(tmp_path / "run").eos_token_id
     assert set(tokenizer.convert_tokens_to_ids([*stops])) == {*([left] if isinstance(left, int) else left)}
+
+
+@pytest.mark.parametrize("script", [sft, dpo])
+def test_the_token_that_ends_trained_answers_is_saved_as_a_stop_token(script, tmp_path):
+    """Also if the model's generation config does not name it."""
+    folder, _ = save_family("phi 3.5", tmp_path)
+    (tmp_path / "policy/generation_config.json").unlink()
+    policy = script.load_policy(script.Args(model=folder))
+    assert policy.tokenizer.decode(policy.generation_config.eos_token_id) == "<|end|><|endoftext|>"

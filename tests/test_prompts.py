@@ -13,15 +13,10 @@ WITHOUT = {"lfm2", "qwen3_next"}  # have layers that are no attention
 COMMON = {"gpt2", "llama", "gemma3_text", "gpt_oss"}  # positions learned and rotary, windows, experts
 
 
-@pytest.fixture
-def no_sharing(monkeypatch):
-    """no_sharing() lets both scripts read each row whole."""
-
-    def call():
-        for script in SCRIPTS.values():
-            monkeypatch.setattr(script, "can_share_prompts", lambda *_: False)
-
-    return call
+def read_rows_whole(monkeypatch):
+    """Lets both scripts read the prompt of each row."""
+    for script in SCRIPTS.values():
+        monkeypatch.setattr(script, "can_share_prompts", lambda *_: False)
 
 
 def groups(policy):
@@ -39,8 +34,7 @@ def read(policy, rollout, args):
     hook = policy.register_forward_pre_hook(lambda *x: sizes.append(x[2]["input_ids"].numel()), with_kwargs=True)
     policy.zero_grad()
     with grpo.autocast(args):
-        logits = grpo.response_forward(policy, rollout, args)
-    logprobs = grpo.token_logprobs(logits, rollout.responses)
+        logprobs = grpo.token_logprobs(grpo.response_forward(policy, rollout, args), rollout.responses)
     weights = torch.rand(logprobs.shape, generator=torch.Generator().manual_seed(0))
     grpo.masked_sum(logprobs * weights, rollout.mask).backward()
     hook.remove()
@@ -50,13 +44,13 @@ def read(policy, rollout, args):
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", slow_but(["gpt2", "gemma3_text", "gpt_oss", "lfm2"], ARCHITECTURES))
-def test_shared_prompts_change_nothing(kind, bf16, no_sharing):
+def test_shared_prompts_change_nothing(kind, bf16, monkeypatch):
     """With left padding, windows and experts: log-probabilities and their gradient."""
     policy = tiny_model(kind)
     rollout = groups(policy)
     args = grpo.Args(temperature=0.9, bf16=bf16, device="cpu")
     shared, gradient, sizes = read(policy, rollout, args)
-    no_sharing()
+    read_rows_whole(monkeypatch)
     whole, whole_gradient, whole_sizes = read(policy, rollout, args)
     torch.testing.assert_close(shared, whole, rtol=0, atol=5e-2 if bf16 else 1e-5)
     assert (gradient - whole_gradient).norm() < (3e-2 if bf16 else 1e-5) * whole_gradient.norm()
@@ -66,8 +60,6 @@ def test_shared_prompts_change_nothing(kind, bf16, no_sharing):
 
 
 CASES = {"groups cut by mini-batches": dict(num_mini_batches=2, micro_batch_size=3), "adapter": dict(lora_r=2)}
-
-
 VOWEL = """
 def starts_with_a_vowel(completions, **columns):
     return [float(text.strip()[:1].lower() in "aeiou") for text in completions]
@@ -76,7 +68,7 @@ def starts_with_a_vowel(completions, **columns):
 
 @pytest.mark.parametrize("name, case", [("rloo", "groups cut by mini-batches"), ("grpo", "adapter")])
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_with_shared_prompts_is_the_one_without(name, case, tiny, tmp_path, no_sharing):
+def test_a_run_with_shared_prompts_is_the_one_without(name, case, tiny, tmp_path, monkeypatch):
     """Responses, rewards and updates, with groups whose scores are equal and groups whose scores differ."""
     settings = tiny[name] | dict(model="toy/sft", dataset="toy/data/prompts")
     settings |= dict(batch_size=12, total_episodes=24, num_ppo_epochs=2, response_length=8) | CASES[case]
@@ -85,7 +77,7 @@ def test_a_run_with_shared_prompts_is_the_one_without(name, case, tiny, tmp_path
     (tmp_path / "r.py").write_text(VOWEL)
     settings |= dict(reward_fn=(f"{tmp_path}/r.py:starts_with_a_vowel", GOLD))
     shared = run(SCRIPTS[name], tmp_path / "shared", **settings)
-    no_sharing()
+    read_rows_whole(monkeypatch)
     whole = run(SCRIPTS[name], tmp_path / "whole", **settings)
     for ours, theirs in zip(shared, whole, strict=True):
         for metric in [name for name in ours if not name.startswith(("perf/", "eps"))]:
