@@ -159,12 +159,18 @@ def train(args):
     args = choose_sizes(args, policy, prompts)  # from here on, all sizes are set
     B = args.batch_size
     G = args.num_generations
-    num_updates = args.total_episodes // args.batch_size
+    num_updates = args.total_episodes // B
     passes = range(1 + args.total_episodes // (G * len(prompts)))
-    order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
+    order = []
+    for number in passes:
+        order += shuffled(len(prompts), args.seed, number)
 
-    options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
-    # fused: ten times as fast on a CPU
+    options = {
+        "betas": args.adam_betas,
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+        "fused": True,  # ten times as fast on a CPU
+    }
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **options)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
     run = Run(args, num_updates, optimizer, schedule, {}, model=policy)
@@ -195,7 +201,8 @@ def train(args):
         is_one = step > 1 or stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
         require(is_one, "the first ratio is not 1: does the model ignore the attention mask, or have dropout?")
 
-        stats |= {"learning_rate": schedule.get_last_lr()[0], "episode": step * B}
+        stats["learning_rate"] = optimizer.param_groups[0]["lr"]
+        stats["episode"] = step * B
         run.log(stats, "reward", "turns")
         if args.num_sample_generations and (step == 1 or run.is_due(num_updates // args.num_sample_generations)):
             show_samples(run, rollout, policy.tokenizer)
