@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parent.parent
 SVG = ROOT / "runs/site"
-DRAW = {"experiments/draw.py": (SVG, "docs"), "exercises/bugs/gallery.py": (SVG / "bugs", "docs/bugs")}
+DRAW = {"experiments/draw.py": (SVG, "docs"), "exercises/bugs/gallery.py": (SVG / "bugs", "docs/findings/bugs")}
 AS_THEY_ARE = (".md", ".png", ".svg", ".html", ".json", ".jsonl")  # other files are source code
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")  # a file of the repository; a place in it may follow
 WIDE = ".md-grid { max-width: 75rem }\n"  # so that most lines of code fit
@@ -87,7 +87,7 @@ def draw_pictures() -> None:
     """Draws the SVG of the programs that have drawn a PNG since."""
     for program, (folder, pictures) in DRAW.items():
         oldest = min((file.stat().st_mtime for file in folder.glob("*.svg")), default=0)
-        if oldest < max(file.stat().st_mtime for file in (ROOT / pictures).glob("*.png")):
+        if oldest < max(file.stat().st_mtime for file in (ROOT / pictures).rglob("*.png")):
             subprocess.run([sys.executable, ROOT / program, "--svg", folder], check=True)
 
 

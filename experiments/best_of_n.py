@@ -1,4 +1,4 @@
-"""The runs of docs/overoptimization.md: a reward model, and what comes of optimising against it in two ways.
+"""The runs of docs/findings/overoptimization.md: a reward model, and what comes of optimising against it in two ways.
 
   python experiments/best_of_n.py base FOLDER WIDTH          # toy/base with another width, for a smaller reward model
   python experiments/best_of_n.py responses SEED FILE        # of the initial policy, with their gold scores

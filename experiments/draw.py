@@ -212,10 +212,10 @@ def ddpo_images(axes):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# docs/questions.md
+# docs/findings/questions.md
 
 
-@picture("docs/questions-teacher", 1, 2, 9, 3.4)
+@picture("docs/findings/questions-teacher", 1, 2, 9, 3.4)
 def questions_teacher(axes):
     """Right answers against episodes, and against seconds."""
     rows = {name: runs for name, runs in by_name("questions").items() if name.startswith("teacher") and len(runs) > 1}
@@ -227,7 +227,7 @@ def questions_teacher(axes):
     legend(*axes, size=8)
 
 
-@picture("docs/questions-sampler", 1, 3, 13, 3.4)
+@picture("docs/findings/questions-sampler", 1, 3, 13, 3.4)
 def questions_sampler(axes):
     """How far the samplers are from the policy, and what is learned from the worst two."""
     own, *others = tables.SAMPLERS
@@ -243,7 +243,7 @@ def questions_sampler(axes):
     axes[0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
-@picture("docs/questions-liar", 1, 2, 9, 3.4)
+@picture("docs/findings/questions-liar", 1, 2, 9, 3.4)
 def questions_liar(axes):
     """Right answers while a verifier lies in 20 % of the cases, and in the end against how often it lies."""
     honest = tables.asked("liar", "honest")
@@ -258,7 +258,7 @@ def questions_liar(axes):
     legend(*axes, size=8)
 
 
-@picture("docs/questions-groups", 1, 2, 9, 3.4)
+@picture("docs/findings/questions-groups", 1, 2, 9, 3.4)
 def questions_groups(axes):
     """What is learned in the end, against the size of groups."""
     rows = {"grpo": ("right", "3,200 episodes", "3 CPU seconds")}
@@ -278,10 +278,10 @@ def ends(of: list[list[dict]], metric: str) -> list[tuple]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# docs/takeoff.md, docs/agent.md
+# docs/findings/takeoff.md, docs/agent.md
 
 
-@picture("docs/questions-takeoff", 1, 3, 13, 3.6)
+@picture("docs/findings/questions-takeoff", 1, 3, 13, 3.6)
 def questions_takeoff(axes):
     """Each run's outcome; all runs of GRPO; and how soon an outcome can be foretold."""
     colours = ("#444444", "#b58900", "#3b6ea8", "#8e5ba6", "#c0563f", "#5b8c3e")
@@ -359,12 +359,12 @@ def agent_tree(axes):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# docs/overoptimization.md
+# docs/findings/overoptimization.md
 
 OF_PAIRS = dict(zip((300, 1000, 3000, 10_000, 30_000), ("#c46a2b", "#d9a441", "#8f9f4f", "#4f9d8d", "#2a6fbb")))
 
 
-@picture("docs/overoptimization", 2, 2, 11, 7.5, dpi=110)
+@picture("docs/findings/overoptimization", 2, 2, 11, 7.5, dpi=110)
 def overoptimization(axes):
     """Gold and proxy score against d, of the first size: the seeds' mean as points, the laws as lines."""
     size = next(iter(laws.groups()))[0]
@@ -392,7 +392,7 @@ def overoptimization(axes):
     axes[0].figure.suptitle(f"reward models of {size}", fontsize=10)
 
 
-@picture("docs/overoptimization-both", 1, 2, 11, 3.8, dpi=110)
+@picture("docs/findings/overoptimization-both", 1, 2, 11, 3.8, dpi=110)
 def overoptimization_both(axes):
     """Best of n beside PPO, on one axis, in a panel for each size; the mean over the seeds."""
     names = list(dict.fromkeys(size for size, _ in laws.groups()))
@@ -408,10 +408,10 @@ def overoptimization_both(axes):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# docs/real.md
+# docs/findings/real.md
 
 
-@picture("docs/real", 1, 4, 14, 3)
+@picture("docs/findings/real", 1, 4, 14, 3)
 def real(axes):
     """Right answers, entropy and length, a line for each seed; and pass@k, the mean of the seeds."""
     titles = {"reward": "right answers in the batch", "entropy": "entropy of a token, nats"}
@@ -428,7 +428,7 @@ def real(axes):
     legend(axes[0], axes[3])
 
 
-@picture("docs/pipeline", 1, 3, 14, 3.6)
+@picture("docs/findings/pipeline", 1, 3, 14, 3.6)
 def pipeline(axes):
     """Reward, gold score and the lexicon alone against KL: along the training, the mean of the seeds (small dots: where
     each seed ends), best of n, and where other trainings end."""

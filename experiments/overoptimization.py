@@ -1,4 +1,4 @@
-"""docs/overoptimization.md: the laws of Gao, Schulman and Hilton (2022, arXiv 2210.10760), and their fit.
+"""docs/findings/overoptimization.md: the laws of Gao, Schulman and Hilton (2022, arXiv 2210.10760), and their fit.
 
 The gold score is held against d, the square root of the KL divergence from the initial policy. For the best of n
 responses, R(d) = d (alpha - beta d); for PPO, R(d) = d (alpha - beta log d).

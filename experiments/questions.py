@@ -1,4 +1,4 @@
-"""docs/questions.md: what is measured of its runs, which end with answers to prompts that they have not seen."""
+"""docs/findings/questions.md: what is measured of its runs, which end with answers to prompts that they have not seen."""
 
 import statistics
 import time

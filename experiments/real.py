@@ -1,4 +1,4 @@
-"""docs/real.md: a run trains SmolLM2, and tools/evaluate.py judges its policy on unseen prompts."""
+"""docs/findings/real.md: a run trains SmolLM2, and tools/evaluate.py judges its policy on unseen prompts."""
 
 import os
 import shlex

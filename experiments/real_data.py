@@ -1,4 +1,4 @@
-"""docs/real.md: its prompts, in runs/real/data/.
+"""docs/findings/real.md: its prompts, in runs/real/data/.
 
 python experiments/real_data.py
 """

@@ -1,4 +1,4 @@
-"""docs/real.md: answers of SmolLM2 with their gold scores, and the data that is made of them.
+"""docs/findings/real.md: answers of SmolLM2 with their gold scores, and the data that is made of them.
 
 python experiments/real_pairs.py pairs                # preference pairs by the gold score
 python experiments/real_pairs.py pairs-by-polarity    # by the lexicon alone

@@ -23,7 +23,7 @@ from common import markdown
 import run_trl
 
 PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("toy", "benchmarks", "experiments"))]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 SPECS = tomllib.loads(Path(__file__).with_name("tables.toml").read_text("utf-8"))
 SCRIPTS = ("sft", "reward_model", "ppo", "rloo", "grpo", "dpo", "ddpo")
 
@@ -165,7 +165,7 @@ def beside() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# docs/questions.md
+# docs/findings/questions.md
 
 SAMPLERS = ("the policy itself", "bf16", "int8", "int4", "1 update old", "4 updates old", "16 updates old")
 CORRECTIONS = ("none", "clip", "tis")
@@ -211,7 +211,7 @@ def liar() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# docs/takeoff.md
+# docs/findings/takeoff.md
 
 
 def take_off_cells(runs: list[dict]) -> list[str]:
@@ -232,7 +232,7 @@ def takeoff_shares() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# docs/overoptimization.md
+# docs/findings/overoptimization.md
 
 
 def best_of_n() -> str:
@@ -274,7 +274,7 @@ def checks() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# docs/real.md
+# docs/findings/real.md
 
 PROMPTS = 128  # that are unseen
 

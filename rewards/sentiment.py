@@ -4,7 +4,7 @@
 
 The lexicon is cheap, deterministic and easy to explain. A policy can exploit it: every kind word adds to the score, so
 "love love love" scores near 1. `friendly_sentence` also asks for an answer that a person could use. It is the gold
-score of docs/real.md.
+score of docs/findings/real.md.
 """
 
 import re

@@ -17,7 +17,7 @@ import record  # noqa: E402
 import tables  # noqa: E402
 
 PLACES = ("benchmarks", "experiments", "tools", "recipes", "tests", "tests/golden")
-FOLDERS = (".", "docs", "docs/diffs", "lecture", "toy", "rewards", "exercises", *PLACES)
+FOLDERS = (".", "docs", "docs/diffs", "docs/findings", "lecture", "toy", "rewards", "exercises", *PLACES)
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 OTHER_TOOLS = {
     "--solutions": "pytest, in exercises/conftest.py",

@@ -1,4 +1,4 @@
-"""Trains with and without each bug of the museum, over five or ten seeds, and writes the gallery, docs/bugs.md.
+"""Trains with and without each bug of the museum, over five or ten seeds, and writes docs/findings/bugs.md.
 
 python exercises/bugs/gallery.py               # 115 runs, 50 minutes of one core; continues where it stopped
 python exercises/bugs/gallery.py --redraw      # draws the pictures and writes the page again
@@ -26,7 +26,7 @@ from record import with_tables
 from common import describe_machine, describe_ours
 from seeds import judge
 
-PAGE = ROOT / "docs/bugs.md"
+PAGE = ROOT / "docs/findings/bugs.md"
 OUTPUT = Path(__file__).resolve().parent / "results.json"
 
 
@@ -137,7 +137,7 @@ def both(results: dict, bug: dict, metric: str) -> str:
 
 
 def gallery(results: dict) -> str:
-    """The generated part of docs/bugs.md: a table, and a section for each bug."""
+    """The generated part of docs/findings/bugs.md: a table, and a section for each bug."""
     lines = ["| | file | bug | score at the end: without bug → with it | another metric |", "|---:|---|---|---|---|"]
     sections = []
     for n, bug in enumerate(BUGS, 1):
@@ -188,7 +188,7 @@ def main() -> None:
     if args.svg:
         args.svg.mkdir(parents=True, exist_ok=True)
     for n, bug in enumerate(BUGS, 1):
-        draw(results, bug, args.svg / f"{n}.svg" if args.svg else ROOT / f"docs/bugs/{n}.png")
+        draw(results, bug, args.svg / f"{n}.svg" if args.svg else ROOT / f"docs/findings/bugs/{n}.png")
     if not args.svg:
         PAGE.write_text(with_tables(PAGE.read_text("utf-8"), {"gallery": gallery(results)}), "utf-8")
 
