@@ -1,4 +1,4 @@
-"""docs/findings/questions.md: what is measured of its runs, which end with answers to prompts that they have not seen."""
+"""docs/findings/questions.md: what is measured of its runs, which end with answers to unseen prompts."""
 
 import statistics
 import time

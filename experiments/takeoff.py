@@ -1,4 +1,4 @@
-"""docs/findings/takeoff.md: what is kept of its runs, which runs take off, what foretells it, and what a few seeds would show.
+"""docs/findings/takeoff.md: what is kept of its runs, which take off, what foretells it, what a few seeds would show.
 
 A run has taken off if more than half of its last answers are right: no guess reaches that.
 """
