@@ -27,7 +27,7 @@ def copy(source: str, output: str, completion) -> None:
 
 
 def write_seldom(file: Path) -> None:
-    """Texts of the shell game, most of them without an answer: a policy is then seldom right (docs/findings/takeoff.md)."""
+    """Texts of the shell game, mostly without an answer: a policy is seldom right (docs/findings/takeoff.md)."""
     make_row = runpy.run_path(str(ROOT / "toy/shells/make.py"))["make_row"]
     rng, rows = random.Random(9), []
     for _ in range(1300):
