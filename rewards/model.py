@@ -6,6 +6,7 @@ REWARD_MODEL=./reward_model python grpo.py --model ./sft --dataset prompts.jsonl
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 MODEL = os.environ.get("REWARD_MODEL", f"{Path(__file__).resolve().parent.parent}/toy/reward_model")  # or a hub name
 BATCH_SIZE = 32  # texts in one forward pass
+PLACEHOLDER = "an answer"
 
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -23,20 +25,37 @@ if model.config.num_labels != 1 or not hasattr(model, "score"):
 model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@cache
+def turn_end() -> tuple[str, str]:
+    """What the chat template writes behind an answer, and its part that ends the answer: up to the first added token,
+    such as <|im_end|>; EOS if it has none. An answer could hold these words, so a placeholder stands for it."""
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PLACEHOLDER}]
+    behind = tokenizer.apply_chat_template(talk, tokenize=False).partition(PLACEHOLDER)[2]
+    ends = [behind.index(token) + len(token) for token in tokenizer.get_added_vocab() if token in behind]
+    return behind, behind[: min(ends)] if ends else tokenizer.eos_token
+
+
+def encode(prompt: str | list, completion: str | list, has_end: bool, options: dict) -> list[int]:
+    """The tokens of a prompt with its completion, up to the token that ends it, if it has one."""
+    if isinstance(prompt, list):
+        behind, end = turn_end()
+        text = tokenizer.apply_chat_template(prompt + completion, tokenize=False, **options).removesuffix(behind)
+        return tokenizer(text + end * has_end, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(prompt + completion)["input_ids"]
+    ids = ids[:-1] if ADDS_EOS else ids
+    return [*ids, tokenizer.eos_token_id] if has_end else ids
+
+
 @torch.no_grad()
 def score(prompts: list, completions: list, ended: list[bool] | None = None, **columns) -> list[float]:
     """The reward of each prompt with its completion, read at the last token: at EOS, or in a chat where the answer's
     turn ends. An answer without a stop token has no such token here either (TRL does not tell)."""
     bias = getattr(model.config, "reward_bias", 0.0)  # the shift that reward_model.py stores if the model has no bias
     rows = []
-    for prompt, completion, has_end in zip(prompts, completions, ended or [True] * len(prompts)):
-        if isinstance(prompt, list):
-            text = tokenizer.apply_chat_template(prompt + completion, tokenize=False)
-            ids = tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"]
-        else:
-            ids = tokenizer(prompt + completion)["input_ids"]
-            ids = ids if ADDS_EOS else [*ids, tokenizer.eos_token_id]
-        rows.append(ids if has_end else ids[:-1])
+    for i, (prompt, completion) in enumerate(zip(prompts, completions)):
+        options = {"tools": columns["tools"][i]} if "tools" in columns else {}
+        options |= (columns["chat_template_kwargs"][i] or {}) if "chat_template_kwargs" in columns else {}
+        rows.append(encode(prompt, completion, ended[i] if ended else True, options))
     scores = []
     for start in range(0, len(rows), BATCH_SIZE):
         part = {"input_ids": rows[start : start + BATCH_SIZE]}

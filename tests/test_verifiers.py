@@ -225,13 +225,25 @@ def test_the_score_is_the_logit_of_the_label(model, tmp_path):
     assert len(set(scores)) == 3
 
 
-@pytest.mark.parametrize("is_chat", [False, True])
-def test_a_reward_model_as_a_function(is_chat, tmp_path, monkeypatch):
+ENDINGS = {  # what a template writes behind a message, and at the end of a conversation; what ends an answer
+    "texts": ("", "", "<|end|>"),
+    "a line": ("<|end|>\n", "", "<|end|>"),
+    "Phi's": ("<|pad|>\n", "<|end|>", "<|pad|>"),
+    "GLM's": ("", "", "<|end|>"),
+    "a space": (" <|end|>\n", "", " <|end|>"),
+}
+
+
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_a_reward_model_as_a_function(kind, tmp_path, monkeypatch):
     """The rewards of answers that end are those that ppo.py reads itself."""
+    is_chat = kind != "texts"
+    of_message, of_talk, end = ENDINGS[kind]
     judge = AutoModelForSequenceClassification.from_pretrained(ROOT / "toy/reward_model")
     judge.config.reward_bias = 0.7
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    last = f"{{% if not add_generation_prompt %}}{of_talk}{{% endif %}}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{of_message}{{% endfor %}}{last}"
     for part in (judge, tokenizer):
         part.save_pretrained(tmp_path)
     rows, answers = [], []
@@ -239,8 +251,8 @@ def test_a_reward_model_as_a_function(is_chat, tmp_path, monkeypatch):
         prompt = [{"role": "user", "content": row["prompt"]}] if is_chat else row["prompt"]
         texts = [prompt, row["chosen"]]
         if is_chat:
-            texts = [ppo.render(prompt, {}, tokenizer), row["chosen"].strip()]
-        ids, answer = ppo.encode([texts[0], texts[1] + tokenizer.eos_token], tokenizer)
+            texts = [row["prompt"] + of_message, row["chosen"].strip()]
+        ids, answer = ppo.encode([texts[0], texts[1] + end], tokenizer)
         rows.append({"prompt": prompt, "input_ids": ids})
         answers.append(answer)
     monkeypatch.setenv("REWARD_MODEL", str(tmp_path))
