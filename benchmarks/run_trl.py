@@ -75,7 +75,7 @@ ONLINE = {  # settings that have the same name in TRL 0.16.1
     "ppo": "cliprange_value vf_coef gamma lam whiten_rewards",
     "rloo": "rloo_k",
     "both": "seed learning_rate num_mini_batches num_ppo_epochs response_length temperature kl_coef cliprange "
-    "weight_decay missing_eos_penalty lr_scheduler_type adam_epsilon local_rollout_forward_batch_size",
+    "weight_decay missing_eos_penalty lr_scheduler_type adam_epsilon",
 }
 QUIET = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 SHARED = ("learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay", "max_grad_norm", "max_length")
@@ -269,6 +269,7 @@ def train_online(algorithm: str, settings: dict, output: Path) -> None:
     arguments = {name: settings[name] for name in f"{ONLINE['both']} {ONLINE[algorithm]}".split()}
     arguments |= {"per_device_train_batch_size": settings["batch_size"] // settings["num_mini_batches"]}
     arguments |= {"gradient_accumulation_steps": 1, "total_episodes": settings["total_episodes"], "stop_token": "eos"}
+    arguments["local_rollout_forward_batch_size"] = settings["batch_size"]  # sampled at once, as ours is by default
     trainer, module = trainer_016(spec, arguments)
     tokenizer, reward_model = trainer.processing_class, trainer.reward_model
     gold_text_score, get_reward, seen = load_function("toy/gold_score.py:gold_text_score"), module.get_reward, {}
