@@ -11,6 +11,7 @@ import pytest
 from families import save_family
 from runs import GOLD, write_rows
 from sources import ROOT, load
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(ROOT / "tools"))
 compare = load("tools/compare.py", "tools_compare")
@@ -66,18 +67,26 @@ def test_a_policy_against_itself(tmp_path):
 
 
 def test_a_reference_is_the_answer_alone(tmp_path):
-    """As a text without its prompt, or as the message behind those of the prompt."""
+    """As a text without its prompt, or as the message behind those of the prompt, and the token that ends it: EOS where
+    the chat template (GLM's) writes none."""
     talk = [{"role": "user", "content": "The film"}, {"role": "assistant", "content": "It is not good."}]
     (tmp_path / "r.py").write_text("def f(completions, **_):\n    return [len(str(text)) for text in completions]\n")
     policy = save_family("llama 3", tmp_path)[0]
-    for model, prompt, answer, text in (
+    glm = save_family("llama 3", tmp_path / "glm")[0]
+    tokenizer = AutoTokenizer.from_pretrained(glm)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + '\n' + m.content }}{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
+    tokenizer.save_pretrained(glm)
+    for number, (model, prompt, answer, text) in enumerate([
         ("toy/sft", "The film", "The film It is not good.", " It is not good."),
         (policy, talk[:1], talk, "It is not good."),
-    ):
+        (glm, talk[:1], talk, "It is not good."),
+    ]):  # fmt: skip
         data = write_rows(tmp_path / "d.jsonl", [{"prompt": prompt, "answer": answer}] * 3)
         settings = dict(model=model, dataset=data, reference_column="answer", reward_fn="r.py:f")
-        _, (one, *_) = run(tmp_path / f"out {text}", **settings)
+        _, (one, *_) = run(tmp_path / f"out {number}", **settings)
         assert one["b"] == text and one["score_b"] == len(text if model == "toy/sft" else str(talk[1:]))
+        assert one["tokens_b"] == len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1
 
 
 @pytest.mark.parametrize("letter", SAID)

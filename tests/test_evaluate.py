@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from families import save_family
 from runs import GOLD, slow_but, write_rows
 from runs import run as train
-from sources import ROOT
+from sources import ROOT, load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -110,8 +111,38 @@ def test_rewards_are_those_of_training(family, judge, tmp_path):
     assert 0 < summary.loc["eos_share", "mean"] == line["val/eos_share"] < 1
 
 
+def test_prompts_are_drawn_from_the_whole_file(tmp_path):
+    """The same ones in each call, in the order of the file."""
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "n": n} for n in range(40)])
+    numbers = [[row["n"] for row in run(dataset=data, seed=seed, response_length=1)[1]] for seed in (1, 2)]
+    assert numbers[0] == numbers[1] == sorted(numbers[0]) and max(numbers[0]) > 5
+
+
+RUN = dict(response_length=3, temperature=0.5, max_turns=2, env="evil.py:Game", reward_fn=["evil.py:f"])
+
+
+def test_code_is_run_only_if_the_command_names_it(tmp_path, monkeypatch, capsys):
+    """Of a folder's args.json the numbers are defaults; its environment and rewards are printed."""
+    shutil.copytree(ROOT / "toy/sft", "given")
+    Path("given/args.json").write_text(json.dumps(RUN))
+    Path("evil.py").write_text("open('ran', 'w')\nf = Game = None")
+    rows = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film"}] * 2)
+    flags = ["--dataset", rows, "--device", "cpu", "--output-dir"]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "given", *flags, "out"])
+    evaluate.main()
+    assert "--env evil.py:Game" in capsys.readouterr().out and not Path("ran").exists()
+    args = json.loads(Path("out/evaluation.json").read_text())["args"]
+    assert (args["response_length"], args["temperature"], args["env"], args["reward_fn"]) == (3, 0.5, None, [])
+    (tmp_path / "given/args.json").write_text(json.dumps(RUN | dict(env=None)))
+    compare = load("tools/compare.py", "tools_compare")
+    monkeypatch.setattr(sys, "argv", ["compare.py", "given", "toy/sft", "--reward-fn", GOLD, *flags, "both"])
+    compare.main()
+    args = json.loads(Path("both/compare.json").read_text())["args"]
+    assert (args["response_length"], args["temperature"]) == (3, 0.5) and not Path("ran").exists()
+
+
 def test_the_command(tmp_path, monkeypatch, capsys):
-    """It leaves its results, and does not overwrite others. The settings of a policy's run are its defaults."""
+    """It leaves its results, and does not overwrite others."""
 
     def answers(*words):
         monkeypatch.setattr(sys, "argv", ["evaluate.py", *words, "--device", "cpu", "--output-dir", "out"])
@@ -129,7 +160,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 
 WRONG = {
-    "no prompts": dict(split="test"),
+    "toy/data/prompts": dict(split="test"),
     "toy/guess/sft has another tokenizer than toy/sft": dict(reference="toy/guess/sft"),
     r"row 1 of d.jsonl.* \(recipes/data.py converts other forms\)": dict(dataset="d.jsonl"),
 }
@@ -142,11 +173,21 @@ def test_wrong_inputs_end_in_one_sentence(sentence, tmp_path):
         run(**WRONG[sentence])
 
 
+@pytest.mark.parametrize("name", ["./typo", "../typo", "/typo", "toy/typo", "one/two/three"])
+def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name):
+    with pytest.raises(SystemExit, match=name):
+        evaluate.find(name)
+    assert evaluate.find("gpt2") == "gpt2" and evaluate.find("trl-lib/tldr") == "trl-lib/tldr"
+
+
 @pytest.mark.slow
 def test_chat_answers_each_line_in_the_terminal(tmp_path):
-    """And ends where the input does."""
+    """And ends at /quit, and where the input does."""
     command = [sys.executable, ROOT / "tools/chat.py", "--response-length", "16", "--temperature", "0", "toy/sft"]
     (row,) = run(dataset=write_rows(tmp_path / "d.jsonl", [{"prompt": "A book by"}]), temperature=0)[1]
     lines = "The film\n\nA book by\n" + "why " * 600 + "\n"
     done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "that is too long" in done.stdout and row["response"].strip() in done.stdout
+    lines = "/quit\nA book by\n"
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and row["response"].strip() not in done.stdout

@@ -47,8 +47,8 @@ import pydantic
 import torch
 import tyro
 from evaluate import Count, Natural, NonNegative
-from evaluate import check_length, find, load_policy, load_prompts, load_reward, new_folder, ppo, reading, require
-from evaluate import settings_of, trained_with
+from evaluate import check_length, find, load_policy, load_prompts, load_reward, new_folder, ppo, read_command_line
+from evaluate import reading, require, settings_of, trained_with
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
@@ -73,12 +73,12 @@ class Args:
     dataset: str = f"{ppo.TOY}/data/prompts"  # folder of SPLIT.jsonl (or .parquet), one such file, or a hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     split: str = "validation"  # split with the prompts, which neither policy was trained on; a file has only one
-    num_prompts: Count = 1000  # number of prompts, taken from the top; 1000 give an interval of +- 3 points
+    num_prompts: Count = 1000  # number of prompts, drawn at random, always the same; 1000: an interval of +- 3 points
     max_prompt_length: Count = 512  # prompts with more tokens are dropped, as in training; their number is printed
 
     # --- Answers: settings stored with a model are ignored, so that both sides are sampled in the same way ---
     response_length: Count = 53  # maximum tokens in an answer; use the value from training
-    temperature: NonNegative = 0.01  # divides the logits (TRL evaluates at 0.01); 0 takes the most likely token
+    temperature: NonNegative = 0.7  # divides the logits; by default that of A's training; 0 takes the likeliest token
     seed: Natural = 1  # seed of A's answers; B has seed + 1, so a policy compared with itself gives other answers
     batch_size: Count = 64  # answers sampled at once
 
@@ -138,7 +138,7 @@ def compare(args):
     sides = [args.model] + ([args.other] if args.other else [])
     for side in sides:
         env = trained_with(find(side)).get("env")
-        require(not env, f"{side} was trained with --env {env}: use tools/evaluate.py, which plays all of its turns")
+        require(not env, f"{side} was trained with --env {env}: tools/evaluate.py --env plays all of its turns")
     template = Path(args.judge_template).read_text("utf-8") if args.judge_template else TEMPLATE
     for part in ("{prompt}", "{first}", "{second}"):
         require(part in template, f"{args.judge_template} lacks {part}")
@@ -240,14 +240,14 @@ def answer_all(policy, rows, seed, args, texts=()):
 def as_rollout(texts, rows, policy, settings):
     """Texts as responses that end: the tokens that follow those of the prompt, if the two are read as one text."""
     tokenizer = policy.tokenizer
+    behind, end = turn_end(tokenizer) if isinstance(rows[0]["prompt"], list) else ("", "")
     responses = []
     for text, row in zip(texts, rows):
         start = len(row["input_ids"])
         if isinstance(row["prompt"], list):
             messages = [*row["prompt"], {"role": "assistant", "content": text}]
-            [ids] = ppo.encode([ppo.render(messages, row, tokenizer)], tokenizer, is_chat=True)
-            stops = np.flatnonzero(np.isin(ids[start:], policy.stop_token_ids))
-            ids = ids[: start + stops[0] + 1] if len(stops) else ids
+            whole = ppo.render(messages, row, tokenizer).removesuffix(behind) + end
+            [ids] = ppo.encode([whole], tokenizer, is_chat=True)
         else:
             [ids] = ppo.encode([row["prompt"] + text], tokenizer)
             ids = np.append(ids, tokenizer.eos_token_id)
@@ -259,6 +259,16 @@ def as_rollout(texts, rows, policy, settings):
     prompts = ppo.pad([row["input_ids"] for row in rows], tokenizer, settings, "left")  # (B, P), and the mask
     responses, mask = ppo.pad(responses, tokenizer, settings)  # (B, T) each
     return ppo.Rollout(*prompts, responses, mask, mask.any(1), torch.zeros_like(mask).float(), rows)
+
+
+def turn_end(tokenizer):
+    """What the chat template writes behind an answer, and its part that ends the answer: up to the first added token,
+    such as <|im_end|>; EOS if it has none. An answer could hold these words, so a placeholder stands for it."""
+    placeholder = "an answer"
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": placeholder}]
+    behind = ppo.render(talk, {}, tokenizer).partition(placeholder)[2]
+    ends = [behind.index(token) + len(token) for token in tokenizer.get_added_vocab() if token in behind]
+    return behind, behind[: min(ends)] if ends else tokenizer.eos_token
 
 
 # --- 2. Judge ---------------------------------------------------------------------------------------------------------
@@ -445,7 +455,7 @@ def report(pairs, summary, args):
 
 def main():
     """Compares with the settings of the command line."""
-    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    args = read_command_line(Args, __doc__.splitlines()[0])
     ppo.start(settings_of(args))
     compare(args)
 

@@ -12,11 +12,12 @@
   python tools/evaluate.py runs/my-grpo --dataset toy/shells/data/prompts --temperature 0 --response-length 16 \\
       --reward-fn rewards/verifiers.py:right_number toy/shells/make.py:worked
 
-A policy that was trained with agent.py plays episodes: an answer is then an episode, and the environment gives its
-reward; KL and length count only what the policy wrote. By default, environment, limits and data are those of the
-training:
+With --env the policy plays episodes, as in agent.py: an answer is then an episode, and the environment gives its
+reward; KL and length count only what the policy wrote. By default, limits, temperature and data are those of the
+training. A folder may come from somebody else, so the code of environments and rewards is that of the command line
+alone; those of the training are only printed:
 
-  python tools/evaluate.py runs/my-player --split train --num-generations 8
+  python tools/evaluate.py runs/my-player --env toy/guess/make.py:Game --split train --num-generations 8
   python tools/evaluate.py toy/guess/sft --env toy/guess/make.py:Game --dataset toy/guess/data/prompts --split train \\
       --response-length 32
 
@@ -25,6 +26,7 @@ row that has the name of a number gets the prefix row/).
 """
 
 import json
+import random
 import sys
 import time
 from contextlib import contextmanager
@@ -60,7 +62,7 @@ class Args:
     dataset: str = f"{ppo.TOY}/data/prompts"  # folder of SPLIT.jsonl (or .parquet), one such file, or a hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     split: str = "validation"  # split with the prompts; a file has only one
-    num_prompts: Count | None = None  # number of prompts, taken from the top; by default all
+    num_prompts: Count | None = None  # number of prompts, drawn at random, always the same; by default all
     max_prompt_length: Count = 512  # prompts with more tokens are dropped, as in training; their number is printed
     num_generations: Count = 1  # answers to each prompt
     response_length: Count = 53  # maximum tokens in an answer; use the value from training
@@ -164,8 +166,16 @@ def settings_of(args):
 
 
 def find(name):
-    """A path from here or, if there is none, from the project's folder; else the name itself, maybe of the hub."""
-    return str(ROOT / name) if (ROOT / name).exists() and not Path(name).exists() else name
+    """A path from here or, if there is none, from the project's folder; else a name on the hub: NAME or OWNER/NAME,
+    where OWNER is no folder. Other names are mistakes, which would be looked up on the hub for a minute."""
+    if Path(name).exists():
+        return name
+    if (ROOT / name).exists():
+        return str(ROOT / name)
+    owner, *rest = Path(name).parts
+    is_local = name.startswith("./") or len(rest) > 1 or Path(owner).is_dir() or (ROOT / owner).is_dir()
+    require(not is_local, f"there is no file or folder {name}")
+    return name
 
 
 @contextmanager
@@ -202,10 +212,14 @@ def stop_tokens(policy):
 
 
 def load_prompts(args, tokenizer):
-    """The first `num_prompts` prompts of the split, as training reads them."""
+    """`num_prompts` prompts of the split, as training reads them. They are drawn at random, since a file may be sorted,
+    and are the same in each call."""
     split = "train" if Path(find(args.dataset)).is_file() else args.split
     with reading(args.dataset):
-        return ppo.load_prompts(replace(settings_of(args), dataset_train_split=split), tokenizer)[: args.num_prompts]
+        rows = ppo.load_prompts(replace(settings_of(args), dataset_train_split=split), tokenizer)
+    num_prompts = min(args.num_prompts or len(rows), len(rows))
+    drawn = random.Random(0).sample(range(len(rows)), num_prompts)
+    return [rows[i] for i in sorted(drawn)]
 
 
 def check_length(model, num_tokens):
@@ -250,22 +264,29 @@ def new_folder(args, tool):
     return output
 
 
-def read_command_line():
+def read_command_line(args_class, description):
     """Reads the settings. For a policy from ppo.py, rloo.py, grpo.py or agent.py, the defaults are its data, limits and
-    environment."""
-    read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
+    temperature. Its environment and rewards are code, which runs only if the command line names it."""
+    read = partial(tyro.cli, args_class, description=description)
     args = read()
     trained = trained_with(find(args.model))
     if "response_length" not in trained:
         return args
-    names = ("env", "max_turns", "response_length", "dataset", "dataset_config", "max_prompt_length")
+    names = ["response_length", "temperature", "dataset", "dataset_config", "max_prompt_length"]
+    if getattr(args, "env", None):
+        names.append("max_turns")
     settings = {name: trained[name] for name in names if name in trained}
-    return read(default=Args(args.model, **settings))
+    print(f"from the run of {args.model}, unless the command line has others: {settings}")
+    specs = {"--env": trained.get("env"), "--reward-fn": trained.get("reward_fn")}
+    for flag, spec in specs.items():
+        if spec:
+            print(f"it was trained with {flag} {spec if isinstance(spec, str) else ' '.join(spec)}")
+    return read(default=args_class(args.model, **settings))
 
 
 def main():
     """Evaluates with the settings of the command line, prints the numbers, and saves them."""
-    args = read_command_line()
+    args = read_command_line(Args, __doc__.splitlines()[0])
     output = new_folder(args, "evaluate")
     ppo.start(settings_of(args))
     figures, lines = evaluate(args)
