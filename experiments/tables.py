@@ -367,7 +367,8 @@ def main() -> None:
     tables = all_tables()
     pages = {page: page.read_text("utf-8") for page in PAGES}
     stale = {page: new for page, text in pages.items() if (new := with_tables(text, tables)) != text}
-    print(f"{len(stale)} pages with tables that are not those of the results {[page.name for page in stale]}")
+    names = ", ".join(page.name for page in stale)
+    print(f"tables differ from the records on: {names or 'no page'}")
     if args.check:
         sys.exit(bool(stale))
     for page, text in stale.items():

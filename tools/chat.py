@@ -1,4 +1,4 @@
-"""Talk to a policy in the terminal. Ctrl-D ends it.
+"""Talk to a policy in the terminal. /quit or Ctrl-D ends it.
 
   python tools/chat.py runs/my-run
 
@@ -66,10 +66,13 @@ def main():
     system = [{"role": "system", "content": args.system}] if args.system else []
     if not tokenizer.chat_template:
         print("This model has no chat template: it continues the text that you type.")
+    print("/quit or Ctrl-D ends the conversation.")
     messages = []
     with suppress(EOFError, KeyboardInterrupt):
         while True:
             text = input("> ")
+            if text.strip() == "/quit":
+                break
             if not text:
                 continue
             messages.append({"role": "user", "content": text})

