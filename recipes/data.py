@@ -212,16 +212,18 @@ class Recipe:
 
     read: Callable[[dict], dict]
     hub: str
-    next: str  # the command that reads its rows; {instruct} is -Instruct for chat models
+    next: str  # the command that reads its rows; {qwen} and {smollm} are models, where the user names none
     config: str | None = None  # on the hub
     part: str | None = None  # the folder to read, if not all of them
     splits: tuple[str, str | None] = ("train", None)  # to train and to evaluate on
     form: str | None = None  # of a prompt as a plain text; by default a transcript like HH's
 
 
-GRPO = "grpo.py --model Qwen/Qwen2.5-0.5B{instruct} --bf16 --dataset {data} --response-length 256 --reward-fn "
-PAIRS = "reward_model.py --model ./sft --bf16 --dataset {data}   # or dpo.py, with the same flags"
-SFT = "sft.py --model HuggingFaceTB/SmolLM2-135M{instruct} --bf16 --dataset {data}"
+GRPO = "grpo.py --model {qwen} --dataset {data} --response-length 256 --reward-fn "
+RLOO = "rloo.py --model {smollm} --dataset {data} --response-length 256 --reward-fn "
+PAIRS = "reward_model.py --model {smollm} --dataset {data}   # or dpo.py, with the same flags"
+SFT = "sft.py --model {smollm} --dataset {data}"
+YOURS = "YOUR_FILE.py:FUNCTION"
 HELD = ("train", "test")
 QUESTION = "Question: {}\nAnswer:"
 
@@ -357,15 +359,21 @@ def read_text(path: Path) -> str:
 def read_csv(path: Path) -> list[dict]:
     """The rows of a csv or tsv file. All cells are texts, and an empty cell is None."""
     csv.field_size_limit(2**31 - 1)  # a cell may be a long text
-    lines = io.StringIO(read_text(path), newline="")
-    reader = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+    text = read_text(path)
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    first, _, _ = text.partition("\n")
+    if delimiter not in first and ";" in first:  # as Excel writes it in much of Europe
+        delimiter = ";"
+        print("the cells are separated by ;")
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     rows = []
     try:
         names = reader.fieldnames or []
         require(all(names) and len(set(names)) == len(names), "each column needs a name of its own in line 1")
         for row in reader:
             is_whole = None not in row and None not in row.values()  # cells without names, names without cells
-            require(is_whole, f"row {len(rows) + 1} has not as many cells as the names: quote texts that have a comma")
+            number = len(rows) + 1
+            require(is_whole, f"row {number} has not as many cells as the names: quote texts with {delimiter!r}")
             rows.append({name: cell or None for name, cell in row.items()})
     except csv.Error as error:
         raise Misfit(f"row {len(rows) + 1} cannot be read: {error}") from error
@@ -407,8 +415,8 @@ def read_parquet(path: Path) -> list[dict]:
 def read_value(row: dict, column: str, is_chat: bool) -> str | Messages:
     """A text or a conversation, which may be written as JSON. For a chat model, a transcript is a conversation."""
     value = row[column]
-    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""", value):
-        value = parse_json(value, f"the conversation in the column {column!r}")
+    if isinstance(value, str):
+        value = read_json_messages(value, column)
     if isinstance(value, list):
         return read_messages(value, column)
     text = get(row, column)
@@ -417,6 +425,21 @@ def read_value(row: dict, column: str, is_chat: bool) -> str | Messages:
     messages = read_transcript(row, column)
     is_prompt = messages[-1] == {"role": "assistant", "content": ""}
     return messages[:-1] if is_prompt else messages
+
+
+def read_json_messages(text: str, column: str) -> str | list:
+    """The messages that a text has as JSON; other texts stay what they are."""
+    if not re.match(r"\s*\[\s*\{", text):
+        return text
+    is_meant = re.match(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""", text)
+    try:
+        found = parse_json(text, f"the conversation in the column {column!r}")
+    except Misfit:
+        if is_meant:
+            raise
+        return text
+    are_messages = all(isinstance(part, dict) and part.keys() & {"role", "from"} for part in found)
+    return found if is_meant or are_messages else text
 
 
 def read_messages(value: list, column: str) -> Messages:
@@ -483,7 +506,7 @@ def without_none(value: object) -> object:
 def read_answers(names: tuple[str, ...], row: dict, is_chat: bool) -> dict:
     """A prompt with its answers. If one of them is a conversation, all become messages."""
     is_bad = "completion" in names and str(row.get("label")).lower() == "false"  # TRL's unpaired preferences
-    require(not is_bad, "the column 'label' says that the completion is bad")
+    require(not is_bad, "the column 'label' is false: the completion is bad, and sft.py would train it")
     given = {name: read_value(row, name, is_chat) for name in ("prompt", *names)}
     if all(isinstance(value, str) for value in given.values()):
         return given
@@ -537,14 +560,15 @@ class Form:
 
 
 PAIR = ("chosen", "rejected")
+NAMED = ("prompt", *ANSWERS, "text", "messages", "answer")  # columns that the user may name
 FORMS = {  # a file has the first form whose columns it has
     "pairs": Form(("prompt", *PAIR), partial(read_answers, PAIR), PAIRS),
     "whole-pairs": Form(PAIR, read_pair, PAIRS),
     "chats": Form(("messages",), partial(read_only, "messages"), SFT),
     "sharegpt": Form(("conversations",), partial(read_only, "conversations"), SFT),
-    "completions": Form(("prompt", "completion"), partial(read_answers, ("completion",)), SFT),
+    "completions": Form(("prompt", "completion"), partial(read_answers, ("completion",)), SFT, ("label",)),
     "alpaca": Form(("instruction", "output"), partial(read_as, "alpaca"), SFT, ("input",)),
-    "prompts": Form(("prompt",), partial(read_only, "prompt"), GRPO + "YOUR_FILE.py:FUNCTION"),
+    "prompts": Form(("prompt",), partial(read_only, "prompt"), GRPO + YOURS),
     "texts": Form(("text",), partial(read_only, "text"), SFT),
 }
 OPTIONS = {"tools": list, "chat_template_kwargs": dict}  # what a chat template reads besides messages
@@ -568,25 +592,33 @@ def choose_form(columns: list[str], named: dict[str, str], asked: str | None) ->
     """The form of a file, which the user may name. It reads all columns that the user names."""
     for name, form in FORMS.items():
         is_there = set(form.columns) <= set(columns)
-        if is_there and set(named) <= set(form.columns) and asked in (None, name):
+        if is_there and set(named) <= {*form.columns, "answer"} and asked in (None, name):
+            require(name == "prompts" or "answer" not in named, f"--answer-column is for prompts, but these are {name}")
             return name
     forms = "; ".join(f"{name}: {', '.join(form.columns)}" for name, form in FORMS.items())
-    raise Misfit(f"the columns {', '.join(columns)} have none of the forms ({forms}): name them, as in --text-column")
+    flags = ", ".join(f"--{name}-column" for name in NAMED[:-1])
+    raise Misfit(f"the columns {', '.join(columns)} have none of the forms ({forms}): name yours by {flags}")
 
 
 def cut_prompts(rows: list[dict], names: list[str]) -> None:
-    """Cuts the prompts off the answers, if all answers begin with them. White space around a prompt may differ."""
+    """Cuts the prompts off the answers that begin with them. White space around a prompt may differ. "It is" does not
+    begin with the prompt "I", unless all answers of the file begin so."""
     texts = [(row, name) for row in rows for name in names if isinstance(row["prompt"], str)]
     texts = [(row, name) for row, name in texts if isinstance(row[name], str)]
-    num_whole = sum(row[name].strip().startswith(row["prompt"].strip()) for row, name in texts)
-    are_whole = num_whole == len(texts)
-    if num_whole:
-        done = "it is cut off" if are_whole else "it stays, as a part of the answer"
-        print(f"{num_whole} of {len(texts)} answers begin with their prompt: {done}")
-    for row, name in texts if are_whole else []:
+    rests = []
+    for row, name in texts:
         prompt, answer = row["prompt"].lstrip(), row[name].lstrip()
         start = prompt if answer.startswith(prompt) else prompt.strip()
-        row[name] = answer.removeprefix(start)
+        rests.append(answer.removeprefix(start) if start and answer.startswith(start) else None)
+    are_whole = None not in rests
+    num_cut = 0
+    for (row, name), rest in zip(texts, rests):
+        is_within_a_word = rest and re.match(r"\w", rest) and re.search(r"\w$", row["prompt"])
+        if rest is not None and (are_whole or not is_within_a_word):
+            row[name] = rest
+            num_cut += 1
+    if num_cut:
+        print(f"{num_cut} of {len(texts)} answers begin with their prompt, which is cut off")
 
 
 def read_own(form: Form, args: argparse.Namespace, row: dict) -> dict:
@@ -607,10 +639,35 @@ def read_own(form: Form, args: argparse.Namespace, row: dict) -> dict:
     return ours | {column: value for column, value in others.items() if column not in ours} | options
 
 
+def draw_examples(rows: list[dict], number: int) -> list[dict]:
+    """Rows with an answer, drawn at random, since a file may be sorted; the same in each call."""
+    require(number >= 0, f"--examples {number} is less than 0")
+    solved = [row for row in rows if row.get("answer") not in (None, "")]
+    enough = len(solved) >= number
+    require(enough, f"--examples {number}: {len(solved)} rows have an answer (--answer-column names its column)")
+    return random.Random(0).sample(solved, number)
+
+
+def show_solved(prompt: str | Messages, solved: list[dict]) -> str | Messages:
+    """A prompt behind the solved ones, which are rows of the same form: as one text, or as earlier turns."""
+    answers = [row["answer"] if isinstance(row["answer"], str) else json.dumps(row["answer"]) for row in solved]
+    is_alike = all(type(row["prompt"]) is type(prompt) for row in solved)
+    require(is_alike, "some prompts are texts, and others are conversations")
+    if isinstance(prompt, str):
+        rows = [as_texts({"prompt": row["prompt"], "completion": text}) for row, text in zip(solved, answers)]
+        return "".join(row["prompt"] + row["completion"].rstrip() + "\n\n" for row in rows) + prompt
+    turns = []
+    for row, text in zip(solved, answers):
+        turns += [turn for turn in row["prompt"] if turn["role"] != "system"]
+        turns.append({"role": "assistant", "content": text.strip()})
+    has_system = prompt[0]["role"] == "system"
+    return prompt[:has_system] + turns + prompt[has_system:]
+
+
 def convert_file(args: argparse.Namespace) -> tuple[list[str], list[str], str]:
     """The rows of the user's own file to train on, none to evaluate on, and the command that reads them."""
     require(args.path.resolve().parent != args.folder.resolve(), "the rows need a folder of their own")
-    flags = {name: getattr(args, f"{name}_column") for name in ("prompt", *ANSWERS, "text", "messages")}
+    flags = {name: getattr(args, f"{name}_column") for name in NAMED}
     named = {name: column for name, column in flags.items() if column}
     rows = rename(read_file(args.path), named)
     columns = list(rows[0])
@@ -626,7 +683,22 @@ def convert_file(args: argparse.Namespace) -> tuple[list[str], list[str], str]:
         require(column in others, f"--numbers: there is no other column {column!r}, but {', '.join(others) or 'none'}")
     if "prompt" in form.columns:
         cut_prompts(rows, [column for column in form.columns if column in ANSWERS])
-    return convert(rows, partial(read_own, form, args), args), [], form.next
+    read = partial(read_own, form, args)
+    require(name == "prompts" or not args.examples, f"--examples: only for prompts, but these are {name}")
+    examples = draw_examples(rows, args.examples)
+    solved = [read(row) for row in examples]
+    shown = [row["prompt"] for row in examples]
+
+    def read_behind(row: dict) -> dict | None:
+        """A row whose prompt stands behind the examples; None if it is the prompt of an example."""
+        if row["prompt"] in shown:
+            return None
+        ours = read(row)
+        return ours | {"prompt": show_solved(ours["prompt"], solved)}
+
+    num_answers = sum(row.get("answer") is not None for row in rows)
+    command = RLOO + YOURS if name == "prompts" and num_answers <= args.examples else form.next
+    return convert(rows, read_behind if solved else read, args), [], command
 
 
 # --- Answers that a judge has scored ----------------------------------------------------------------------------------
@@ -716,21 +788,25 @@ def convert_recipe(args: argparse.Namespace) -> tuple[list[str], list[str], str]
     return train, validation, recipe.next
 
 
-def convert(rows: datasets.Dataset | list[dict], read: Callable[[dict], dict], args: argparse.Namespace) -> list[str]:
-    """The rows of a split as lines of JSON, all of them in memory."""
+def convert(rows: datasets.Dataset | list, read: Callable[[dict], dict | None], args: argparse.Namespace) -> list[str]:
+    """The rows of a split as lines of JSON, all of them in memory; without those of which `read` makes None."""
     num_rows = min(len(rows), args.rows or len(rows))
-    lines, kinds, num_misfits = {}, {}, 0
+    lines, kinds, num_misfits, num_examples = {}, {}, 0, 0
     for number, row in zip(range(1, num_rows + 1), rows):
         try:
             ours = read(row)
+            if ours is None:
+                num_examples += 1
+                continue
             line = as_line(ours)
             check_kinds(ours, kinds)
             lines[line] = None
         except Misfit as error:
             require(args.skip, f"row {number}: {error} (--skip leaves such rows out)")
             num_misfits += 1
-    num_duplicates = num_rows - num_misfits - len(lines)
-    print(f"rows: {num_rows} read, {len(lines)} kept, {num_misfits} misfits, {num_duplicates} duplicates")
+    num_duplicates = num_rows - num_misfits - num_examples - len(lines)
+    counts = f"{len(lines)} kept, {num_misfits} misfits, {num_duplicates} duplicates"
+    print(f"rows: {num_rows} read, {counts}" + f", {num_examples} as examples" * (num_examples > 0))
     return list(lines)
 
 
@@ -754,10 +830,11 @@ def as_line(row: dict) -> str:
 
 def hold_out(lines: list[str], number: int) -> tuple[list[str], list[str]]:
     """The lines to train on, and a number of lines to evaluate on. They are drawn at random, since a file may be
-    sorted, and are the same in each call."""
+    sorted, and are the same in each call, in the same order."""
     require(0 <= number < len(lines), f"--held-out {number} leaves none of {len(lines)} rows to train on")
-    drawn = set(random.Random(0).sample(lines, number))
-    return [line for line in lines if line not in drawn], [line for line in lines if line in drawn]
+    drawn = random.Random(0).sample(lines, number)
+    held_out = set(drawn)
+    return [line for line in lines if line not in held_out], drawn
 
 
 def write(file: Path, lines: list[str]) -> None:
@@ -775,6 +852,7 @@ def read_command_line() -> argparse.Namespace:
     shared.add_argument("folder", type=Path, help="for train.jsonl and validation.jsonl")
     shared.add_argument("--chat", nargs="?", const="", metavar="SYSTEM", help="messages, with this system message")
     shared.add_argument("--held-out", type=int, default=0, help="rows to evaluate on, if the data set has none")
+    shared.add_argument("--model", help="your model, for the command that is printed")
     shared.add_argument("--rows", type=int, help="maximum number of rows to read from a split")
     shared.add_argument("--skip", action="store_true", help="skip rows that do not fit")
     for name in RECIPES:
@@ -784,12 +862,15 @@ def read_command_line() -> argparse.Namespace:
     paths.add_argument("path", type=Path, help="csv, tsv, jsonl, json or parquet")
     file = programs.add_parser("file", parents=[paths, shared])
     file.add_argument("--form", choices=FORMS, help="what the rows are, if the columns do not say it")
-    file.add_argument("--prompt-column", help="name of the column in the file; so are the next five")
+    file.add_argument("--prompt-column", help="name of the column in the file; so are the next six")
     file.add_argument("--completion-column")
     file.add_argument("--chosen-column")
     file.add_argument("--rejected-column")
     file.add_argument("--text-column")
     file.add_argument("--messages-column")
+    file.add_argument("--answer-column")
+    examples = "number of rows with an answer that become solved examples in each prompt"
+    file.add_argument("--examples", type=int, default=0, help=examples)
     file.add_argument("--numbers", nargs="+", default=[], metavar="COLUMN", help="columns to read as numbers")
     pairs = programs.add_parser("pairs", parents=[paths, shared])
     pairs.add_argument("--reward", help="column of answers.jsonl to compare; by default the first reward")
@@ -810,14 +891,18 @@ def main() -> None:
             train, validation = hold_out(train, args.held_out)
     except Misfit as error:
         sys.exit(f"error: {error}")
+    old = [file for file in sorted(args.folder.glob("*.jsonl")) if file.stem in ("train", "validation")]
+    if old:
+        print(f"overwritten: {', '.join(map(str, old))}")
     write(args.folder / "train.jsonl", train)
     (args.folder / "validation.jsonl").unlink(missing_ok=True)  # of an earlier call
     if validation:
         write(args.folder / "validation.jsonl", validation)
     row = json.loads(train[0])
     is_chat = isinstance(row.get("prompt", row.get("messages")), list)
-    instruct = "-Instruct" if is_chat else ""
-    print(f"{train[0][:500]}\n\npython {command.format(data=args.folder, instruct=instruct)}")
+    models = {"qwen": "Qwen/Qwen2.5-0.5B", "smollm": "HuggingFaceTB/SmolLM2-135M"}
+    models = {name: args.model or model + "-Instruct" * is_chat for name, model in models.items()}
+    print(f"{train[0][:500]}\n\npython {command.format(data=args.folder, **models)}")
 
 
 if __name__ == "__main__":

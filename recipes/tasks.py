@@ -3,7 +3,7 @@
     pip install reasoning-gym==0.1.25
     python recipes/tasks.py                                         # the names of the tasks
     python recipes/tasks.py chain_sum data/sums --size 2000 --max-terms 2 --max-digits 1
-    python grpo.py --model models/smollm2 --bf16 --dataset data/sums --reward-fn rewards/reasoning.py:score
+    python grpo.py --model models/smollm2 --dataset data/sums --reward-fn rewards/reasoning.py:score
 
 A row has a conversation of an instruction, which asks for the answer in <answer> tags, and the question. It also has
 the right answer, if there is only one, the library's metadata, and `task`, from which rewards/reasoning.py generates
@@ -114,7 +114,7 @@ def main() -> None:
     print(f"{len(train)} questions to train on, {len(validation)} others to evaluate on; the first:")
     print(f"{train[0]['prompt'][-1]['content']}\n-> {train[0]['answer']}\n")
     reward = "rewards/reasoning.py:score"
-    print(f"python grpo.py --model models/smollm2 --bf16 --dataset {args.folder} --reward-fn {reward}")
+    print(f"python grpo.py --model models/smollm2 --dataset {args.folder} --reward-fn {reward}")
 
 
 if __name__ == "__main__":

@@ -107,6 +107,9 @@ FORMS = {  # a row of the user's, flags, and the row that the scripts read
     "ShareGPT's": ({"conversations": SHARED}, [], {"messages": SYSTEM + GOOD}),
     "ShareGPT's as JSON": ({"conversations": json.dumps(SHARED)}, [], {"messages": SYSTEM + GOOD}),
     "in another column": ({"items": FROM}, ["--messages-column", "items"], CHAT),
+    "JSON in a prompt": ({"prompt": '[{"name": null, "role": "user", "content": "Hi?"}]'}, [], {"prompt": talk("Hi?")}),
+    "JSON that is a text": ({"prompt": '[{"a": 1}] =', "x": 1}, [], {"prompt": '[{"a": 1}] =', "x": 1}),
+    "a list in JSON": ({"text": '[{"a": 1}]'}, [], {"text": '[{"a": 1}]'}),
     "JSON": ({"messages": json.dumps(GOOD), "tools": json.dumps(TOOLS)}, [], CHAT | {"tools": TOOLS}),
     "keys that are None": ({"messages": WITH_NONE, "tools": None}, [], CHAT | {"tools": None}),
     "Alpaca's": (ALPACA, [], filled(RESPONSE, "Tom")),
@@ -208,7 +211,11 @@ FILES = {  # name, content, flags, and a word of the sentence
     "no parquet": ("d.parquet", b"prompt\nA\n", [], "cannot be read"),
     "nothing": ("d.jsonl", b"\n", [], "no rows"),
     "another kind": ("d.xlsx", b"x", [], "xlsx|jsonl"),
-    "unknown columns": ("d.csv", b"question,answer\nA,1\n", [], "question, answer"),
+    "unknown columns": ("d.csv", b"question,answer\nA,1\n", [], "question, answer.*--prompt-column"),
+    "more cells, with ;": ("d.csv", b"prompt;x\nA;1\nIs it; good?;2\n", [], "row 2.*;"),
+    "no examples": ("d.csv", b"prompt,answer\nA,1\nB,\n", ["--examples", "2"], "--examples 2: 1 "),
+    "examples of texts": ("d.csv", b"text\nA\n", ["--examples", "1"], "--examples.*texts"),
+    "answers of texts": ("d.csv", b"prompt,completion,x\nA,B,C\n", ["--answer-column", "x"], "--answer-column"),
     "a column that is not there": ("d.csv", b"text\nA\n", ["--prompt-column", "question"], "'question'.*text"),
     "a number that is not there": ("d.csv", b"prompt\nA\n", ["--numbers", "x"], "'x'"),
     "a form that it has not": ("d.csv", b"prompt\nA\n", ["--form", "pairs"], "prompt"),
@@ -253,6 +260,7 @@ def test_other_values_of_files(tmp_path):
     rows = [{"prompt": "A", "x": 12345678901234567890, "y": None, "z": {"b": None}}]
     rows.append({"prompt": "B\u2028", "x": 0.1, "y": None, "z": None})
     assert convert(tmp_path, text.encode())[0] == rows
+    assert convert(tmp_path, b"prompt;x\nA, B;1\n", name="d.csv")[0] == [{"prompt": "A, B", "x": "1"}]
     rows = [{"prompt": "A", "x": None}, {"prompt": "B", "x": " "}]
     assert convert(tmp_path, b"\xef\xbb\xbfprompt,x\nA,\n\nB, \n", name="d.csv")[0] == rows
     [row], _ = convert(tmp_path, [{"prompt": "A", "day": date(2024, 1, 5), "x": float("nan")}], name="d.parquet")
@@ -263,10 +271,39 @@ def test_other_values_of_files(tmp_path):
 
 
 def test_answers_of_which_some_begin_with_the_prompt(tmp_path, capsys):
-    """As in the correction of sentences: these are answers, which the program says."""
-    rows = [{"prompt": "The film is", "completion": " The film is good."}, {"prompt": "Film", "completion": " A film."}]
-    assert convert(tmp_path, rows) == [rows, []]
-    assert "1 of 2 answers" in capsys.readouterr().out
+    """These prompts are cut off. A word that begins like the prompt is none."""
+    rows = [filled("The film is", " The film is good."), filled("Film", " A film."), filled("I", " It is.")]
+    assert convert(tmp_path, rows) == [[filled("The film is", " good."), *rows[1:]], []]
+    assert "1 of 3 answers" in capsys.readouterr().out
+    assert convert(tmp_path, [filled("影片", "影片好")])[0] == [filled("影片", " 好")]
+
+
+SOLVED = [{"prompt": f"{n} + 1 =", "answer": n + 1 if n % 2 else None} for n in range(8)]
+ASKED = [row | {"prompt": [*SYSTEM, *talk(row["prompt"])]} for row in SOLVED]
+
+
+@pytest.mark.parametrize("rows", [SOLVED, ASKED])
+@pytest.mark.parametrize("flags", [[], ["--chat", "S"]])
+def test_solved_examples_before_each_prompt(rows, flags, tmp_path):
+    """Two rows that have an answer, in no other row: as text, or as turns behind the system message."""
+    if flags and rows is ASKED:
+        rows = [row | {"prompt": row["prompt"][1:]} for row in rows]
+    rows = [{"sum": row["answer"]} | row for row in rows]
+    found, _ = convert(tmp_path, rows, "--examples", "2", "--answer-column", "sum", *flags)
+    assert convert(tmp_path, rows, "--examples", "2", "--answer-column", "sum", *flags)[0] == found
+    assert len(found) == 6 and [row["answer"] for row in found].count(None) == 4
+    for row in found:
+        if rows[0]["prompt"] == SOLVED[0]["prompt"] and not flags:
+            *shown, asked = row["prompt"].split("\n\n")
+        else:
+            assert row["prompt"][0] == SYSTEM[0]
+            texts = [turn["content"] for turn in row["prompt"][1:]]
+            assert row["prompt"][1:] == talk(*texts)
+            *shown, asked = [" ".join(texts[i : i + 2]) for i in range(0, 5, 2)]
+        for text in shown:
+            a, b = re.fullmatch(r"(\d) \+ 1 = (\d)", text).groups()
+            assert int(a) % 2 and int(b) == int(a) + 1
+        assert len(set(shown)) == 2 and re.fullmatch(r"\d \+ 1 =", asked) and asked not in " ".join(shown)
 
 
 def test_rows_to_evaluate_on(tmp_path):
@@ -274,7 +311,7 @@ def test_rows_to_evaluate_on(tmp_path):
     rows = [{"text": f"{i}."} for i in range(40)]
     train, held_out = convert(tmp_path, rows, "--held-out", "10")
     assert len(held_out) == 10 and sorted(map(str, train + held_out)) == sorted(map(str, rows))
-    assert held_out not in (rows[:10], rows[-10:])
+    assert held_out not in (rows[:10], rows[-10:]) and held_out != sorted(held_out, key=rows.index)
     assert convert(tmp_path, rows, "--held-out", "10") == [train, held_out]
     assert convert(tmp_path, rows) == [rows, []]
 
@@ -288,8 +325,13 @@ def test_what_the_program_says(tmp_path, capsys):
     assert "4 read, 2 kept, 1 misfits, 1 duplicates" in out
     assert json.loads(out.splitlines()[-3]) == PAIR
     assert re.fullmatch(rf"python reward_model\.py .*--dataset {tmp_path}/out .*", out.splitlines()[-1])
-    convert(tmp_path, [TALKS | {"id": 1}], "--prompt-column", "prompt", "--form", "prompts")
-    assert "for reward functions: chosen, rejected, id" in capsys.readouterr().out
+    assert "overwritten" not in out
+    convert(tmp_path, [TALKS | {"id": 1}], "--prompt-column", "prompt", "--form", "prompts", "--model", "my/model")
+    out = capsys.readouterr().out
+    assert "for reward functions: chosen, rejected, id" in out
+    assert f"overwritten: {tmp_path}/out/train.jsonl" in out and "python rloo.py --model my/model " in out
+    convert(tmp_path, [{"prompt": "A", "answer": "B"}])
+    assert "python grpo.py " in capsys.readouterr().out
     convert(tmp_path, [{"prompt": "A", "q": "B?"}], "--prompt-column", "q")
     assert re.search("not read:.* prompt.* q ", capsys.readouterr().out)
     assert (tmp_path / "out/train.jsonl").read_text() == '{"prompt": "B?"}\n'

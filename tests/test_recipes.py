@@ -411,7 +411,7 @@ def test_the_command_that_is_printed(name, chat, made, tmp_path, monkeypatch, ca
     chats = {name} if chat == "chat" else set()
     make(name, tmp_path / "made", *["--chat"] * len(chats))
     command = capsys.readouterr().out.splitlines()[-1]
-    assert ("Instruct" in command) == (chat == "chat") or "./sft" in command
+    assert ("Instruct" in command) == (chat == "chat")
     command = command.replace(str(tmp_path / "made/out"), f"data/{name}")
     module, args = read(shlex.split(command, comments=True)[1:], monkeypatch)
     settings = dataclasses.asdict(args) | tiny_version(args, made, tmp_path, chats)
