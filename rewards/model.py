@@ -10,39 +10,48 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 MODEL = os.environ.get("REWARD_MODEL", f"{Path(__file__).resolve().parent.parent}/toy/reward_model")  # or a hub name
 BATCH_SIZE = 32  # texts in one forward pass
 PLACEHOLDER = "an answer"
 
-tokenizer = AutoTokenizer.from_pretrained(MODEL)
-tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-ADDS_EOS = tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id  # some tokenizers write it after each text
-model = AutoModelForSequenceClassification.from_pretrained(MODEL, dtype=torch.float32)
-if model.config.num_labels != 1 or not hasattr(model, "score"):
+if AutoConfig.from_pretrained(MODEL).num_labels != 1:
     sys.exit(f"error: {MODEL} is not a causal model with one label: see rewards/classifier.py")
-model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@cache
+def load() -> tuple:
+    """Tokenizer and model, loaded at the first call."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL, dtype=torch.float32)
+    if not hasattr(model, "score"):
+        sys.exit(f"error: {MODEL} is not a causal model with one label: see rewards/classifier.py")
+    return tokenizer, model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @cache
 def turn_end() -> tuple[str, str]:
     """What the chat template writes behind an answer, and its part that ends the answer: up to the first added token,
     such as <|im_end|>; EOS if it has none. An answer could hold these words, so a placeholder stands for it."""
+    tokenizer, _ = load()
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PLACEHOLDER}]
-    behind = tokenizer.apply_chat_template(talk, tokenize=False).partition(PLACEHOLDER)[2]
+    behind = tokenizer.apply_chat_template(talk, tokenize=False).rpartition(PLACEHOLDER)[2]
     ends = [behind.index(token) + len(token) for token in tokenizer.get_added_vocab() if token in behind]
     return behind, behind[: min(ends)] if ends else tokenizer.eos_token
 
 
 def encode(prompt: str | list, completion: str | list, has_end: bool, options: dict) -> list[int]:
     """The tokens of a prompt with its completion, up to the token that ends it, if it has one."""
+    tokenizer, _ = load()
     if isinstance(prompt, list):
         behind, end = turn_end()
         text = tokenizer.apply_chat_template(prompt + completion, tokenize=False, **options).removesuffix(behind)
         return tokenizer(text + end * has_end, add_special_tokens=False)["input_ids"]
     ids = tokenizer(prompt + completion)["input_ids"]
-    ids = ids[:-1] if ADDS_EOS else ids
+    adds_eos = tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id  # some tokenizers write it after each text
+    ids = ids[:-1] if adds_eos else ids
     return [*ids, tokenizer.eos_token_id] if has_end else ids
 
 
@@ -50,6 +59,7 @@ def encode(prompt: str | list, completion: str | list, has_end: bool, options: d
 def score(prompts: list, completions: list, ended: list[bool] | None = None, **columns) -> list[float]:
     """The reward of each prompt with its completion, read at the last token: at EOS, or in a chat where the answer's
     turn ends. An answer without a stop token has no such token here either (TRL does not tell)."""
+    tokenizer, model = load()
     bias = getattr(model.config, "reward_bias", 0.0)  # the shift that reward_model.py stores if the model has no bias
     rows = []
     for i, (prompt, completion) in enumerate(zip(prompts, completions)):
@@ -59,9 +69,13 @@ def score(prompts: list, completions: list, ended: list[bool] | None = None, **c
     scores = []
     for start in range(0, len(rows), BATCH_SIZE):
         part = {"input_ids": rows[start : start + BATCH_SIZE]}
-        batch = tokenizer.pad(part, padding_side="right", return_tensors="pt").to(model.device)
+        options = {"padding_side": "right", "return_attention_mask": True, "return_tensors": "pt"}
+        batch = tokenizer.pad(part, **options).to(model.device)
         states = model.base_model(**batch).last_hidden_state  # (b, S, D)
         last = batch["attention_mask"].sum(1) - 1  # (b,)
         heads = model.score(states[torch.arange(len(last)), last]).squeeze(1)
         scores += (heads + bias).tolist()
     return scores
+
+
+reward_model = score  # the name in --reward-fn of the scripts that have --reward-model
