@@ -246,25 +246,22 @@ def test_a_reward_model_as_a_function(kind, tmp_path, monkeypatch):
     tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{of_message}{{% endfor %}}{last}"
     for part in (judge, tokenizer):
         part.save_pretrained(tmp_path)
-    rows, answers = [], []
-    for row in toy_rows("preferences", "validation", 5):
-        prompt = [{"role": "user", "content": row["prompt"]}] if is_chat else row["prompt"]
-        texts = [prompt, row["chosen"]]
-        if is_chat:
-            texts = [row["prompt"] + of_message, row["chosen"].strip()]
-        ids, answer = ppo.encode([texts[0], texts[1] + end], tokenizer)
-        rows.append({"prompt": prompt, "input_ids": ids})
-        answers.append(answer)
-    monkeypatch.setenv("REWARD_MODEL", str(tmp_path))
-    names = ("reward_model", "rewards/model.py:score")
-    args = ppo.Args(reward_model=str(tmp_path), reward_fn=names, device="cpu", micro_batch_size=3)
-    prompts = ppo.pad([row["input_ids"] for row in rows], tokenizer, args, "left")
-    responses = ppo.pad(answers, tokenizer, args)
+    rows = toy_rows("preferences", "validation", 5)
+    asked, said = [row["prompt"] for row in rows], [row["chosen"] for row in rows]
+    args = ppo.Args(reward_model=str(tmp_path), device="cpu", micro_batch_size=3)
+    prompts = ppo.pad(ppo.encode([text + of_message for text in asked], tokenizer), tokenizer, args, "left")
+    if is_chat:
+        said = [text.strip() for text in said]
+    responses = ppo.pad(ppo.encode([text + end for text in said], tokenizer), tokenizer, args)
     rollout = ppo.Rollout(*prompts, *responses, torch.ones(5, dtype=torch.bool), responses[0] / 8, rows)
     model = ppo.load_reward_model(args, SimpleNamespace(tokenizer=tokenizer))
-    ppo.score_responses(rollout, ppo.load_reward_fns(args, model), tokenizer, args)
-    theirs, ours = rollout.reward_table.values()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    theirs = ppo.model_reward(model, rollout, tokenizer, args)
+    if is_chat:
+        asked = [[{"role": "user", "content": text}] for text in asked]
+        said = [[{"role": "assistant", "content": text}] for text in said]
+    monkeypatch.setenv("REWARD_MODEL", str(tmp_path))
+    ours = load("rewards/model.py").score(asked, said)
+    torch.testing.assert_close(torch.tensor(ours), theirs, rtol=0, atol=1e-4)
     assert theirs.std() > 0.1
 
 
