@@ -163,7 +163,8 @@ def release(folder: Path, student: str) -> None:
     write("functions.py", re.sub(r"^ *Solution: .*\n", "", functions, flags=re.M))
     for script in RUNS:
         write(f"{script}.py", skeleton(path_of(script).read_text("utf-8")))
-    packages = (ROOT / "requirements.txt").read_text("utf-8").splitlines()
+    pages = ("requirements.txt", "requirements-more.txt")
+    packages = [line for page in pages for line in (ROOT / page).read_text("utf-8").splitlines() if line[0] != "#"]
     write("requirements.txt", "".join(f"{x.split()[0]}\n" for x in packages if x.split("==")[0] in PACKAGES))
 
 

@@ -9,7 +9,6 @@ import statistics
 
 from forks import train
 from record import Run, by_name
-from scipy.stats import t
 
 UPDATES, BATCH = 80, 64
 ARMS = ("GRPO", "batch's deviation", "Dr. GRPO", "leave one out", "MaxRL", "RFT")
@@ -68,6 +67,8 @@ def foretold(runs: dict[str, list[dict]], name: str, update: int) -> float:
 def rankings(a: list[float], b: list[float], draws: int = 10_000) -> tuple[float, float, float]:
     """Two groups run four seeds of A and of B each. How often do their means rank these in opposite ways, how often
     does a group's 95 % interval leave out 0, and how often does it do so for the one that is worse?"""
+    from scipy.stats import t
+
     rng = random.Random(1)
     margin = t.ppf(0.975, GROUP - 1) / math.sqrt(GROUP)  # in standard deviations
     opposite, shown, wrong = 0, 0, 0

@@ -193,6 +193,7 @@ def test_diffs_are_fresh():
 
 def test_the_tables_are_those_of_the_results(monkeypatch):
     """Else run experiments/tables.py, or the program whose page it names."""
+    pytest.importorskip("scipy", reason="pip install -r requirements-more.txt")
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     with pytest.raises(SystemExit) as done:
         tables.main()

@@ -8,6 +8,8 @@ from sources import ROOT
 sys.path.insert(0, str(ROOT / "tools"))
 import seeds
 
+pytest.importorskip("scipy", reason="pip install -r requirements-more.txt")
+
 PROGRAM = """
 import sys, wandb
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))

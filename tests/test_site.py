@@ -16,7 +16,7 @@ from sources import ROOT, text_of
 from test_docs import PAGES
 
 HAS_MKDOCS = importlib.util.find_spec("mkdocs")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_MKDOCS, reason="pip install -r docs/requirements.txt")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_MKDOCS, reason="pip install -r requirements-more.txt")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
