@@ -8,23 +8,25 @@ import time
 from runs import draw_nothing, fork, main, script
 
 
-def work(rank, port, jobs):
+def work(rank, port, jobs, set_up):
     """All jobs, one after the other. A job is a script and the words of its command line."""
     place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=port)
     os.environ |= {name: str(value) for name, value in place.items()}
     draw_nothing()
+    if set_up:
+        set_up()
     for name, words in jobs:
         importlib.reload(script(name))  # it reads these variables when it is imported
         time.sleep(0.2 * rank)  # nothing keeps the processes together: one may be late
         main(name, *words)
 
 
-def start(jobs, folder):
-    """Starts them; what they print comes into the folder."""
+def start(jobs, folder, set_up=None):
+    """Starts them; what they print comes into the folder. Each first calls `set_up`, if it is given."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    return [fork(folder / f"said-{rank}", work, rank, port, jobs) for rank in range(2)]
+    return [fork(folder / f"said-{rank}", work, rank, port, jobs, set_up) for rank in range(2)]
 
 
 def wait(processes, folder):

@@ -1,28 +1,36 @@
-"""A pretend accelerator, for machines that have none. Its tensors hold memory of the host, and behave as CUDA's do where
+"""A pretend accelerator, for machines that have none. Its tensors hold the host's memory, and behave as CUDA's do where
 a program for a CPU goes wrong:
 - an operator on tensors of both devices raises, but for numbers (0-dim CPU tensors) and CPU indices;
-- `.numpy()` and generators of the CPU raise; what is drawn on the device is not what the CPU draws from the same seed.
+- `.numpy()` and generators of the CPU raise; what is drawn on the device is not what the CPU draws from the same seed;
+- its backend for several processes, as NCCL, has no collectives of CPU tensors: they need a backend of the CPU as well.
 Built on PyTorch's Python backends (torch.utils.backend_registration, experimental). Nothing is asynchronous, and the
 kernels are the CPU's: times and rounding say nothing of a GPU's.
 
-test_device.py calls `train` in a process of its own, as PyTorch never forgets such a device.
+test_device.py calls `train` and `set_up` in processes of their own, as PyTorch never forgets such a device.
 """
 
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 
 import torch
+import torch.distributed as dist
 from runs import draw_nothing, run
+from torch.distributed import _functional_collectives
+from torch.distributed.distributed_c10d import ProcessGroupGloo, _register_process_group, _resolve_process_group
+from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 NAME = "pretend"
 HERE = torch.device("privateuseone", 0)  # which it is called until the name is registered
+GLOO = dist.ProcessGroup.BackendType.GLOO
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 own_generator = torch.Generator()
+library = torch.library.Library("aten", "IMPL")
+everything = torch.library.Library("_", "IMPL")
 
 
 class PretendTensor(torch.Tensor):
@@ -88,6 +96,28 @@ def check(operator, args, kwargs):
         raise RuntimeError(f"{operator.name()}: expected a generator of the device {NAME}, but found one of the CPU")
 
 
+@cache
+def group_of_device(name):
+    """A group whose CPU tensors go through the backend that the group of this name has for the device."""
+    group = _resolve_process_group(name)
+    backend = group._get_backend(torch.device(NAME))  # raises if it has none for the device
+    inner = dist.ProcessGroup(group.get_group_store(), group.rank(), group.size())
+    inner._set_default_backend(GLOO)
+    inner._register_backend(torch.device("cpu"), GLOO, backend)
+    _register_process_group(f"{name} on {NAME}", inner)
+    return inner
+
+
+def on_device(argument, value):
+    """An argument of a collective. In place of its group, the one of the device is given, or its name."""
+    if argument.name == "process_group":
+        return group_of_device(dist.ProcessGroup.unbox(value).group_name).boxed()
+    if argument.name == "group_name":
+        group_of_device(value)
+        return f"{value} on {NAME}"
+    return value
+
+
 def execute(operator, args, kwargs):
     """Runs an operator on the CPU tensors behind those of the device."""
     takes = {argument.name for argument in operator._schema.arguments}
@@ -99,6 +129,8 @@ def execute(operator, args, kwargs):
         check(operator, args, kwargs)
         if "generator" in takes:
             kwargs["generator"] = own_generator
+        if operator.namespace in ("c10d", "_c10d_functional"):
+            args = [on_device(argument, x) for argument, x in zip(operator._schema.arguments, args)]
     if "device" in takes:
         kwargs["device"] = torch.device("cpu")
     result = operator(*pytree.tree_map(raw, args), **pytree.tree_map(raw, kwargs))
@@ -137,18 +169,36 @@ def make(operator, *args, **kwargs):
     return execute(operator, args, kwargs | {"device": HERE})
 
 
-def train(jobs):
-    """Runs of scripts, each with its settings and folder."""
-    draw_nothing()
+def move(params, buffers, device):
+    """How `fully_shard` moves tensors here: `x.data = x.to(device)` cannot change a tensor's class."""
+    for x in [*params, *buffers]:
+        if x.device.type == device.type:
+            continue
+        there = x.detach().to(device)
+        if isinstance(x, torch.nn.Parameter):
+            there = torch.nn.Parameter(there, x.requires_grad)
+        torch.utils.swap_tensors(x, there)
+
+
+def set_up():
+    """Makes the device known to this process, which never forgets it."""
     _setup_privateuseone_for_python_backend(NAME, Module())
     torch.__future__.set_swap_module_params_on_conversion(True)  # a module's tied weights stay tied when it is moved
     torch.accelerator.synchronize = lambda *_: None
     _foreach_utils._foreach_supported_types.append(PretendTensor)
-    library = torch.library.Library("aten", "IMPL")
+    _fsdp_init._move_states_to_device = move
+    # DTensor's collectives: to wait for a result later would need one more class of tensors around it
+    _functional_collectives._maybe_wrap_tensor = _functional_collectives.wait_tensor
     for factory in (aten.empty.memory_format, aten.empty_strided.default):
         library.impl(factory.name().removeprefix("aten::"), partial(make, factory), "PrivateUse1")
-    everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     library.impl("_copy_from", copy_from, "PrivateUse1")
+    dist.Backend.register_backend(NAME, ProcessGroupGloo, devices=[NAME])
+
+
+def train(jobs):
+    """Runs of scripts, each with its settings and folder."""
+    draw_nothing()
+    set_up()
     for script, settings, output in jobs:
         run(script, output, device=NAME, **settings)

@@ -1,11 +1,13 @@
-"""Device mistakes, seen on a pretend accelerator (pretend_device.py): runs there give the numbers of runs on the CPU.
+"""Device mistakes, seen on a pretend accelerator (pretend_device.py): runs there, on one process and on two, give the
+numbers of a run of one process on the CPU.
 
-They have a process of their own. This one has never heard of the device, and reads what they leave.
+They have processes of their own. This one has never heard of the device, and reads what they leave.
 """
 
+import on_many_processes
 import pytest
-from pretend_device import train
-from runs import GOLD, NAMES, assert_close_runs, cut, fork, run, script, slow_but
+from pretend_device import NAME, set_up, train
+from runs import GOLD, NAMES, assert_close_runs, cut, fork, run, script, slow_but, words_of
 from transformers import AutoModelForCausalLM
 
 ROLLOUTS = dict(batch_size=8, total_episodes=16, response_length=8, micro_batch_size=4, num_ppo_epochs=2)
@@ -13,6 +15,7 @@ ROLLOUTS |= dict(learning_rate=1e-3, num_sample_generations=1)
 GROUPS = ROLLOUTS | dict(num_ppo_epochs=1, num_generations=4, beta=0.1)
 IMAGES = dict(num_epochs=2, sample_num_steps=2, sample_batch_size=8, sample_num_batches_per_epoch=1)
 IMAGES |= dict(train_batch_size=8, train_gradient_accumulation_steps=1, train_adam_epsilon=1e-3)
+HALF_THE_IMAGES = dict(sample_batch_size=4, train_batch_size=4)  # of each process
 COMMON = {"ppo": ROLLOUTS, "rloo": ROLLOUTS, "grpo": GROUPS, "agent": GROUPS | dict(response_length=24)}
 COMMON |= {"ddpo": IMAGES}
 OTHERS = {  # name: what is not in a default run
@@ -22,7 +25,8 @@ OTHERS = {  # name: what is not in a default run
     "dpo adapter": dict(lora_r=2, gradient_checkpointing=True),
     "reward_model others": dict(lora_r=2, center_rewards_coefficient=0.1, eos_dropout=0.5),
 }
-CASES = dict.fromkeys([*NAMES, *(name for name in OTHERS if name.split()[0] in NAMES)])
+ON_ONE = dict.fromkeys([*NAMES, *(name for name in OTHERS if name.split()[0] in NAMES)])
+CASES = [("one", case) for case in ON_ONE] + [("two", name) for name in NAMES]
 SAVED = dict(total_episodes=32, save_steps=1, save_total_limit=9)
 
 
@@ -50,23 +54,33 @@ def train_there(folder, jobs):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, request, settings_of):
-    """A folder with the runs that are asked for, on both devices."""
+    """A folder with the runs that are asked for: on the CPU, and on the device by one process and by two."""
     folder = tmp_path_factory.mktemp("devices")
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    cases = sorted({item.callspec.params["case"] for item in items})
-    jobs = [[case.split()[0], settings_of(case), str(folder / "there" / case)] for case in cases]
-    for name, settings, output in jobs:
-        run(name, output.replace("there", "here"), **settings)
-    train_there(folder, jobs)
+    asked = sorted({(item.callspec.params["processes"], item.callspec.params["case"]) for item in items})
+    for case in sorted({case for _, case in asked}):
+        run(case.split()[0], folder / "cpu" / case, **settings_of(case))
+    one, two = [], []
+    for processes, case in asked:
+        name, settings, output = case.split()[0], settings_of(case), str(folder / processes / case)
+        if processes == "one":
+            one.append([name, settings, output])
+        else:
+            settings |= HALF_THE_IMAGES if name == "ddpo" else {}
+            two.append([name, words_of(**settings, device=NAME, output_dir=output)])
+    if one:
+        train_there(folder, one)
+    if two:
+        on_many_processes.wait(on_many_processes.start(two, folder, set_up), folder)
     return folder
 
 
-@pytest.mark.parametrize("case", slow_but([], CASES))
-def test_the_numbers_are_those_of_the_cpu(case, runs):
+@pytest.mark.parametrize(("processes", "case"), slow_but([("two", "ppo")], CASES))
+def test_the_numbers_are_those_of_the_cpu(processes, case, runs):
     """Two updates, and tables; what was saved loads in a process without the device."""
-    assert_close_runs(runs / "there" / case, runs / "here" / case, weights=2e-4)
+    assert_close_runs(runs / processes / case, runs / "cpu" / case, weights=2e-4)
     if case == "ppo":
-        AutoModelForCausalLM.from_pretrained(runs / "there" / case)
+        AutoModelForCausalLM.from_pretrained(runs / processes / case)
 
 
 @pytest.mark.slow
