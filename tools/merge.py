@@ -33,7 +33,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="the folder of a run with --lora-r")
     logging.set_verbosity_error()
-    print(f"written: {merge(parser.parse_args().folder)}")
+    folder = parser.parse_args().folder
+    if not (folder / "adapter_config.json").exists():  # the library would look for it on the hub
+        parser.error(f"{folder} has no adapter")
+    print(f"written: {merge(folder)}")
 
 
 if __name__ == "__main__":
