@@ -278,32 +278,24 @@ def test_answers_of_which_some_begin_with_the_prompt(tmp_path, capsys):
     assert convert(tmp_path, [filled("影片", "影片好")])[0] == [filled("影片", " 好")]
 
 
-SOLVED = [{"prompt": f"{n} + 1 =", "answer": n + 1 if n % 2 else None} for n in range(8)]
-ASKED = [row | {"prompt": [*SYSTEM, *talk(row["prompt"])]} for row in SOLVED]
+EXAMPLES = {  # a solved prompt, another one, flags, and what becomes of the other one
+    "texts": ("1 + ", "2 +", [], "1 + 1\n\n2 +"),
+    "texts to messages": ("1 +", "2 +", ["--chat", "S"], [*SYSTEM, *talk("1 +", "1", "2 +")]),
+    "messages": ([*SYSTEM, *talk("1 +")], talk("2 +"), [], talk("1 +", "1", "2 +")),
+    "system messages": (talk("1 +"), [*SYSTEM, *talk("2 +")], [], [*SYSTEM, *talk("1 +", "1", "2 +")]),
+}
 
 
-@pytest.mark.parametrize("rows", [SOLVED, ASKED])
-@pytest.mark.parametrize("flags", [[], ["--chat", "S"]])
-def test_solved_examples_before_each_prompt(rows, flags, tmp_path):
-    """Two rows that have an answer, in no other row: as text, or as turns behind the system message."""
-    if flags and rows is ASKED:
-        rows = [row | {"prompt": row["prompt"][1:]} for row in rows]
-    rows = [{"sum": row["answer"]} | row for row in rows]
-    found, _ = convert(tmp_path, rows, "--examples", "2", "--answer-column", "sum", *flags)
-    assert convert(tmp_path, rows, "--examples", "2", "--answer-column", "sum", *flags)[0] == found
-    assert len(found) == 6 and [row["answer"] for row in found].count(None) == 4
-    for row in found:
-        if rows[0]["prompt"] == SOLVED[0]["prompt"] and not flags:
-            *shown, asked = row["prompt"].split("\n\n")
-        else:
-            assert row["prompt"][0] == SYSTEM[0]
-            texts = [turn["content"] for turn in row["prompt"][1:]]
-            assert row["prompt"][1:] == talk(*texts)
-            *shown, asked = [" ".join(texts[i : i + 2]) for i in range(0, 5, 2)]
-        for text in shown:
-            a, b = re.fullmatch(r"(\d) \+ 1 = (\d)", text).groups()
-            assert int(a) % 2 and int(b) == int(a) + 1
-        assert len(set(shown)) == 2 and re.fullmatch(r"\d \+ 1 =", asked) and asked not in " ".join(shown)
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_solved_examples_before_each_prompt(kind, tmp_path):
+    """A row with an answer stands in the others, and is no row itself. Of several, some are drawn, always the same."""
+    solved, asked, flags, expected = EXAMPLES[kind]
+    flags = ["--examples", "1", "--answer-column", "sum", *flags]
+    rows = [{"prompt": asked, "sum": None}, {"prompt": solved, "sum": 1}]
+    assert convert(tmp_path, rows, *flags)[0] == [{"prompt": expected, "answer": None}]
+    rows = [{"prompt": f"{n} +", "sum": n} for n in range(9)]
+    found, again = convert(tmp_path, rows, *flags), convert(tmp_path, rows, *flags)
+    assert found == again and [row["answer"] for row in found[0]] != list(range(1, 9)) and len(found[0]) == 8
 
 
 def test_rows_to_evaluate_on(tmp_path):
