@@ -57,8 +57,8 @@ def test_token_logprobs(student):
     extreme = logprobs(numbers([[[1000.0, 0.0]]]), torch.tensor([[1]]))
     must(
         (extreme + 1000).abs().max() < 1e-3,
-        "With logits 1000 and 0 it should be -1000: exp(1000) is too large for a float, or a probability was rounded to "
-        "0 before its log was taken. One function of torch avoids both.",
+        "With logits 1000 and 0 it should be -1000: exp(1000) is too large for a float, or a probability was rounded "
+        "to 0 before its log was taken. One function of torch avoids both.",
     )
 
 

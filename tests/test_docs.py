@@ -25,6 +25,8 @@ OTHER_TOOLS = {
     "--nnodes": "torchrun",
     "--rdzv-endpoint": "torchrun",
     "--index-url": "pip",
+    "--no-compile": "pip",
+    "--with-requirements": "uv",
     "--to": "jupytext",
     "--exclude": "hf",
     "--private": "hf",
@@ -63,7 +65,8 @@ ALL_FLAGS = set().union(*ARGUMENTS.values(), (f"--{name.replace('_', '-')}" for 
 def code_lines(text):
     """All code of a page: lines of fenced blocks, with their continuations, and spans in backticks."""
     fence = re.compile(r"^```.*?\n(.*?)^```", re.M | re.S)
-    lines = [line for block in fence.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    blocks = [block.replace("\\\n", " ").replace(" && ", "\n") for block in fence.findall(text)]
+    lines = [line for block in blocks for line in block.splitlines()]
     return lines + re.findall(r"(?<!`)`([^`]+)`(?!`)", fence.sub("", text))
 
 
