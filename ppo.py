@@ -1089,9 +1089,10 @@ def start(args):
     if "RANK" in os.environ and not dist.is_initialized():
         if device_type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        kinds = dict.fromkeys(["cpu", device_type])  # in this order in all processes
-        backends = ",".join(f"{kind}:{dist.get_default_backend_for_device(kind)}" for kind in kinds)
-        dist.init_process_group(backends, timeout=timedelta(hours=2))  # a process may wait for a slow reward function
+        backend = "gloo"  # sums on the CPU, too, decide when a run ends
+        if device_type != "cpu":
+            backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # a process may wait for a slow reward function
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     set_seed(args.seed)  # all processes draw the same new weights
     logging.set_verbosity_error()  # transformers would report each new head
