@@ -187,8 +187,8 @@ def train(args):
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
     critic_rate = args.critic_learning_rate or args.learning_rate
-    policy_group = {"params": [p for p in policy.parameters() if p.requires_grad], "lr": args.learning_rate}
-    critic_group = {"params": [p for p in critic.parameters() if p.requires_grad], "lr": critic_rate}
+    policy_group = {"params": list(policy.parameters()), "lr": args.learning_rate}
+    critic_group = {"params": list(critic.parameters()), "lr": critic_rate}
     options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW([policy_group, critic_group], **options)  # fused: ten times as fast on a CPU
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
@@ -739,10 +739,9 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     num_updates = args.total_episodes // args.batch_size
     require(args.batch_size % parts == 0, f"--batch-size {args.batch_size} is no multiple of {parts}, the mini-batches")
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
-    print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    per_prompt = num_updates * args.batch_size / len(prompts)
-    print(f"{num_updates} updates of {args.batch_size} responses, {rows} at a time; {per_prompt:.1f} for each prompt")
     sampled = args.local_rollout_forward_batch_size or 4 * rows
+    print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
+    print(f"{num_updates} updates of {args.batch_size} responses: {sampled} sampled, {rows} trained on at a time")
     sizes = {"learning_rate": rate, "micro_batch_size": rows, "local_rollout_forward_batch_size": sampled}
     return replace(args, **sizes)
 
@@ -1340,7 +1339,7 @@ def describe(folder, args, step):
     card = f"---\n{base}library_name: transformers\ntags: [{Path(__file__).stem}]\n---\n"
     card += f"Trained from {args.model or 'scratch'} on {', '.join(SOURCES.values())}.\n"
     card += f"\n![curves](curves.png)\n\n```\n{(folder / 'args.json').read_text()}\n```\n"
-    (folder / "README.md").write_text(card)
+    (folder / "README.md").write_text(card.replace(f"{TOY.parent}/", ""))
 
 
 def read_command_line():
