@@ -16,7 +16,7 @@ lecture/ddpo.py, 290 lines.
 For each epoch:
   1. sample     noise x_N, then N times x_{t-1} = mu + sigma_t z, where z ~ Normal(0, 1) (DDIM with eta > 0); keep every
                 x_t, and log pi(x_{t-1} | x_t), the log-density of the normal distribution, as a mean over pixels
-  2. score      images, prompts and metadata -> one number per image, the weighted sum of all rewards
+  2. score      images, prompts and metadata -> one score per image, the weighted sum of all rewards
   3. advantage  A = (score - mean) / std, over the batch or over recent scores of the prompt; the same A for all steps
   4. loss       ratio_t = pi(x_{t-1} | x_t) / pi_old(x_{t-1} | x_t)
                 mean_t max(-A ratio_t, -A clip(ratio_t, 1-eps, 1+eps)) + kl_coef * KL_t, per pixel
@@ -42,20 +42,22 @@ Papers: DDPO 2305.13301 (sec. 4); DDIM 2010.02502 (eq. 12, 16); guidance 2207.12
       --reward-fn rewards/jpeg.py:compressibility
 """
 
-import importlib
+import inspect
 import json
 import math
 import os
+import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
 from copy import copy, deepcopy
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
 
@@ -64,16 +66,21 @@ import numpy as np
 import pydantic
 import torch
 import torch.distributed as dist
-import transformers
 import tyro
+from filelock import FileLock
 from jinja2 import TemplateError
 from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributions import Normal
 from tqdm import tqdm
+from transformers import AutoTokenizer, get_scheduler, logging, set_seed
+from transformers.activations import ACT2FN, GELUTanh
 
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
+SOURCES = {}  # split -> what was read, for args.json and the model card
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
 RANK = int(os.environ.get("RANK", 0))
@@ -111,7 +118,7 @@ class Args:
     per_prompt_stat_tracking: bool = False  # normalise scores by the recent scores of the same prompt (TRL)
     per_prompt_stat_tracking_buffer_size: Count = 16  # number of recent scores to keep per prompt (TRL)
     per_prompt_stat_tracking_min_count: Count = 16  # with fewer scores, a prompt is normalised by the batch (TRL)
-    kl_coef: NonNegative = 0.0  # weight of the KL to the initial model in the loss (DPOK; 0 in DDPO)
+    kl_coef: NonNegative = 0.0  # weight of the KL to the initial model in the loss (DPOK; 0 in DDPO: no KL)
     # --- Optimisation ---
     train_learning_rate: Positive = 3e-4  # learning rate of AdamW, constant (TRL)
     train_adam_beta1: Share = 0.9  # beta1 of AdamW (TRL)
@@ -144,11 +151,10 @@ class Args:
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 def train(args):
     """Trains the UNet of a pipeline. Saves the pipeline in the run's folder, with metrics, curves and pictures."""
-    begin(args)
-    reward_fns = load_image_rewards(args)
+    args = start(args)
+    prompts = load_rows(args)
+    reward_fns = load_reward_fns(args)
     chain = load_chain(args)
-
-    prompts = load_rows(args, chain.pipe.tokenizer)
     B = args.sample_batch_size * args.sample_num_batches_per_epoch * WORLD_SIZE  # images of an epoch
     print(f"{args.num_epochs} epochs on {args.device}, each of {B} images, drawn in {args.sample_num_steps} steps")
     passes = range(1 + args.num_epochs * B // len(prompts))
@@ -158,11 +164,11 @@ def train(args):
     options = {"betas": (args.train_adam_beta1, args.train_adam_beta2), "eps": args.train_adam_epsilon}
     options |= {"lr": args.train_learning_rate, "weight_decay": args.train_adam_weight_decay}
     optimizer = torch.optim.AdamW(parameters, fused=True, **options)
-    schedule = transformers.get_scheduler("constant", optimizer)
-    carry = {"scores": {}}  # the recent scores of each prompt: what an epoch hands to the next; in checkpoints
-    run = Run(args, args.num_epochs, optimizer, schedule, carry, model=chain.policy)
+    schedule = get_scheduler("constant", optimizer)
+    state = {"scores": {}}  # the recent scores of each prompt: what an epoch hands to the next; in checkpoints
+    run = Run(args, args.num_epochs, optimizer, schedule, state, model=chain.policy)
     for epoch in run.steps():
-        transformers.set_seed(make_seed(args.seed, epoch))
+        set_seed(make_seed(args.seed, epoch))
 
         # 1. Sample
         examples = [prompts[i] for i in order[(epoch - 1) * B : epoch * B]]
@@ -173,8 +179,9 @@ def train(args):
 
         # 3. Advantage
         if args.per_prompt_stat_tracking:
-            texts = [row["prompt"] for row in examples]
-            advantages = prompt_advantages(rollout.scores, texts, carry["scores"], args)  # (B,)
+            texts = [example["prompt"] for example in examples]
+            sizes = args.per_prompt_stat_tracking_buffer_size, args.per_prompt_stat_tracking_min_count
+            advantages = prompt_advantages(rollout.scores, texts, state["scores"], *sizes)  # (B,)
         else:
             advantages = normalize(rollout.scores, rollout.scores, 1e-8)
         rollout.advantages = advantages.clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
@@ -182,7 +189,7 @@ def train(args):
         # 4. Loss, and 5. update
         stats = update(chain, optimizer, rollout, args)
         check_update(stats, rollout, epoch, args)
-        stats |= rollout_stats(rollout, reward_fns)
+        stats |= rollout_stats(rollout, args)
         run.log(stats | {"epoch": epoch, "step": epoch * stats["step"]}, "reward_mean", "objective/kl")
         if run.is_due(args.image_steps) and not RANK:
             draw_images(run, chain, prompts, args)
@@ -193,16 +200,17 @@ def train(args):
 # --- 1. Sample --------------------------------------------------------------------------------------------------------
 @dataclass
 class Rollout:
-    """B images, or a part of them, with the denoising steps that led to them, and the results of later steps."""
+    """B images, or a part of them, with the denoising steps that led to them. A field is None until its step has run.
+    Those of the KL need --kl-coef."""
 
     examples: list[dict]  # the B rows of the dataset: prompts, and metadata
     context: Tensor  # (B, L, D) the text encoder's output
     latents: Tensor  # (B, N+1, C, H, W) from noise x_N to x_0
     old_logprobs: Tensor  # (B, N) of each step, under the policy that drew it
-    kl: Tensor  # (B, N) KL of each step to the initial model, in nats
-    ref_means: Tensor | None  # (B, N, C, H, W) mean of each step under the initial model, if the loss needs it
-    images: Tensor | None  # (B, 3, height, width) in [0, 1], until they have rewards
-    rewards: Tensor | None = None  # (B, K) of K reward functions
+    kl: Tensor | None = None  # (B, N) KL of each step to the initial model, in nats
+    ref_means: Tensor | None = None  # (B, N, C, H, W) mean of each step under the initial model
+    images: Tensor | None = None  # (B, 3, height, width) in [0, 1], until they have rewards
+    reward_table: Tensor | None = None  # (B, K) of K reward functions
     scores: Tensor | None = None  # (B,), the weighted sum of the rewards
     advantages: Tensor | None = None  # (B,)
 
@@ -213,7 +221,7 @@ class Chain:
 
     pipe: "diffusers.StableDiffusionPipeline"  # its text encoder, image decoder and schedule are used
     policy: nn.Module  # its UNet, in training
-    reference: nn.Module  # the initial UNet, frozen; with LoRA, the policy while its adapter is off
+    reference: nn.Module | partial  # the initial UNet, frozen; with LoRA, the policy without its adapters
     timesteps: Tensor  # (N,) descending, from 999 or less
     negative: Tensor | None = None  # (1, L, D) the text encoder's output for the negative prompt
 
@@ -238,13 +246,9 @@ class Chain:
         if g != 1:
             x, t = torch.cat([x, x]), torch.cat([t, t])
             context = torch.cat([self.negative.expand_as(context), context])
-        is_adapter_off = of == "reference" and args.lora_r
-        if is_adapter_off:
-            self.policy.disable_adapters()
+        model = getattr(self, of)
         with autocast(args):
-            prediction = getattr(self, of)(x, t, context).sample.float()
-        if is_adapter_off:
-            self.policy.enable_adapters()
+            prediction = model(sample=x, timestep=t, encoder_hidden_states=context).sample.float()
         if g == 1:
             return prediction
         u, c = prediction.chunk(2)
@@ -301,7 +305,7 @@ def gaussian_kl(mean, ref_mean, std):
 @torch.no_grad()
 def sample_images(chain, examples, noise, args, of="policy"):
     """Draws an image per example from its noise (b, N+1, C, H, W), with the policy or the reference."""
-    context = chain.encode([row["prompt"] for row in examples], args)  # (b, L, D)
+    context = chain.encode([example["prompt"] for example in examples], args)  # (b, L, D)
     noise = noise.to(args.device)
     x = noise[:, 0]  # (b, C, H, W)
     latents = [x]
@@ -312,16 +316,20 @@ def sample_images(chain, examples, noise, args, of="policy"):
         t = t.expand(len(x))  # (b,)
         prediction = chain.predict(x, t, context, args, of)  # (b, C, H, W)
         mean, std = ddim_step(chain.pipe.scheduler, prediction, t, x, args.sample_eta)
-        prediction = chain.predict(x, t, context, args, "reference")
-        ref_mean, _ = ddim_step(chain.pipe.scheduler, prediction, t, x, args.sample_eta)
+        if args.kl_coef:
+            prediction = chain.predict(x, t, context, args, "reference")
+            ref_mean, _ = ddim_step(chain.pipe.scheduler, prediction, t, x, args.sample_eta)
+            kl.append(gaussian_kl(mean, ref_mean, std))
+            ref_means.append(ref_mean)
         x = mean + std * z
         latents.append(x)
         logprobs.append(gaussian_logprobs(x, mean, std))
-        kl.append(gaussian_kl(mean, ref_mean, std))
-        ref_means.append(ref_mean)
-    latents, logprobs, kl = (torch.stack(tensors, 1) for tensors in (latents, logprobs, kl))
-    ref_means = torch.stack(ref_means, 1) if args.kl_coef else None
-    return Rollout(examples, context, latents, logprobs, kl, ref_means, images=chain.decode(x, args))
+    rollout = Rollout(examples, context, torch.stack(latents, 1), torch.stack(logprobs, 1))
+    if args.kl_coef:
+        rollout.kl = torch.stack(kl, 1)
+        rollout.ref_means = torch.stack(ref_means, 1)
+    rollout.images = chain.decode(x, args)
+    return rollout
 
 
 def sample_batch(chain, examples, args):
@@ -345,28 +353,26 @@ def image_rewards(function, part, args):
     """
     rows = deepcopy(part.examples)
     with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
-        rewards = function(part.images.clone(), [row["prompt"] for row in rows], rows)
-    if isinstance(rewards, tuple):
-        rewards = rewards[0]
-    is_list = isinstance(rewards, (list, Tensor, np.ndarray)) and len(rewards) == len(rows)
-    is_list = is_list and not any(x is None or isinstance(x, str) for x in rewards)
-    require(is_list, f"{function.__name__} should return a list of {len(rows)} numbers, not {rewards!r:.80}")
-    return torch.tensor([float(x) for x in rewards], device=args.device)
+        returned = function(part.images.clone(), [row["prompt"] for row in rows], rows)
+    if isinstance(returned, tuple):
+        returned = returned[0]
+    rewards = read_rewards(returned, len(rows), function.__name__)
+    require(rewards.isfinite().all(), f"{function.__name__} should return a number for each image, but returned None")
+    return rewards.to(args.device)
 
 
 def score_batch(parts, examples, reward_fns, args):
     """Step 2: scores the images, and makes one rollout of the parts of all processes, in the order of the examples."""
     for part in parts:
-        part.rewards = torch.stack([image_rewards(f, part, args) for f in reward_fns.values()], 1)  # (b, K)
+        part.reward_table = torch.stack([image_rewards(f, part, args) for f in reward_fns.values()], 1)  # (b, K)
         part.images = None  # nothing needs them any more
     rollout = copy(parts[0])
     rollout.examples = examples
     for name, x in vars(parts[0]).items():
         if isinstance(x, Tensor):
             setattr(rollout, name, torch.cat([all_gather(getattr(part, name)) for part in parts]))
-    require(rollout.rewards.isfinite().all(), "a reward is not finite: it is wrong, or the learning rate is too high")
-    weights = rollout.rewards.new_tensor(args.reward_weights or [1.0] * len(reward_fns))
-    rollout.scores = (rollout.rewards * weights).sum(1)
+    weights = rollout.reward_table.new_tensor(args.reward_weights or [1.0] * len(reward_fns))
+    rollout.scores = (rollout.reward_table * weights).sum(1)
     return rollout
 
 
@@ -377,15 +383,15 @@ def normalize(scores, others, eps):
     return (scores - first - (others - first).mean()) / (others.std(correction=0) + eps)
 
 
-def prompt_advantages(scores, prompts, history, args):
-    """(B,) scores, normalised by the recent scores of the same prompt, including these; by the batch if there are fewer
-    than `per_prompt_stat_tracking_min_count` (TRL)."""
+def prompt_advantages(scores, prompts, history, buffer_size, min_count):
+    """(B,) scores, normalised by the last `buffer_size` scores of the same prompt, including these; by the batch if
+    there are fewer than `min_count` (TRL)."""
     advantages = torch.empty_like(scores)
     for prompt in dict.fromkeys(prompts):
         rows = [i for i, other in enumerate(prompts) if other == prompt]
         kept = history.get(prompt, []) + scores[rows].tolist()
-        history[prompt] = kept[-args.per_prompt_stat_tracking_buffer_size :]
-        is_enough = len(history[prompt]) >= args.per_prompt_stat_tracking_min_count
+        history[prompt] = kept[-buffer_size:]
+        is_enough = len(history[prompt]) >= min_count
         others = torch.tensor(history[prompt]).to(scores) if is_enough else scores
         advantages[rows] = normalize(scores[rows], others, 1e-6)
     return advantages
@@ -406,8 +412,9 @@ def update(chain, optimizer, rollout, args):
     """Steps 4 and 5: `train_num_inner_epochs` passes over the images. Returns means of the metrics.
 
     The gradient of a mini-batch is that of the mean loss over its pairs of image and step, however it is split among
-    processes: clip_gradient averages over them, so each divides its sum by the number of pairs / WORLD_SIZE.
+    processes: gradients are averaged over them, so each divides its sum by the number of pairs / WORLD_SIZE.
     """
+    weights = optimizer.param_groups[0]["params"]
     B = len(rollout.scores)
     N = int(rollout.old_logprobs[0].isfinite().sum())  # leaves out a last step with sigma = 0
     require(N, "no step has a density: increase --sample-num-steps, or lower the learning rate if images are NaN")
@@ -422,25 +429,33 @@ def update(chain, optimizer, rollout, args):
             optimizer.zero_grad()
             num_pairs = len(mini_batch) * S / WORLD_SIZE
             sums = Counter()
-            for rows in mini_batch[RANK::WORLD_SIZE].split(args.train_batch_size):  # (b,) numbers of images
-                for k in steps[rows].T:  # (b,) number of a step, another one for each image
+            for index in mini_batch[RANK::WORLD_SIZE].split(args.train_batch_size):  # (b,) numbers of images
+                context = rollout.context[index]
+                for k in steps[index].T:  # (b,) number of a step, another one for each image
                     t = chain.timesteps[k]  # (b,)
-                    x, x_prev = rollout.latents[rows, k], rollout.latents[rows, k + 1]  # (b, C, H, W) each
-                    prediction = chain.predict(x, t, rollout.context[rows], args)  # (b, C, H, W)
+                    x = rollout.latents[index, k]  # (b, C, H, W)
+                    x_prev = rollout.latents[index, k + 1]  # (b, C, H, W)
+                    prediction = chain.predict(x, t, context, args)  # (b, C, H, W)
                     mean, std = ddim_step(chain.pipe.scheduler, prediction, t, x, args.sample_eta)
                     logprobs = gaussian_logprobs(x_prev, mean, std)  # (b,)
-                    old_logprobs = rollout.old_logprobs[rows, k]
-                    loss, ratio = policy_loss(logprobs, old_logprobs, rollout.advantages[rows], args.train_clip_range)
+                    old_logprobs = rollout.old_logprobs[index, k]
+                    advantages = rollout.advantages[index]
+                    loss, ratio = policy_loss(logprobs, old_logprobs, advantages, args.train_clip_range)
                     if args.kl_coef:
-                        kl = gaussian_kl(mean, rollout.ref_means[rows, k], std)
+                        kl = gaussian_kl(mean, rollout.ref_means[index, k], std)
                         loss = loss + args.kl_coef * kl / x[0].numel()  # per pixel, like the log-probabilities
                     (loss.sum() / num_pairs).backward()  # adds to the gradient
                     distance = (ratio - 1).abs()
-                    seen = {"loss": loss, "approx_kl": 0.5 * (logprobs - old_logprobs) ** 2}
-                    seen |= {"clipfrac": (distance > args.train_clip_range).float(), "first_ratio_error": distance}
-                    sums.update({name: values.detach().sum() for name, values in seen.items()})  # a Counter adds
+                    metrics = {
+                        "loss": loss,
+                        "approx_kl": 0.5 * (logprobs - old_logprobs) ** 2,
+                        "clipfrac": (distance > args.train_clip_range).float(),
+                        "first_ratio_error": distance,
+                    }
+                    sums.update({name: values.detach().sum() for name, values in metrics.items()})  # a Counter adds
             means = all_reduce(torch.stack(list(sums.values()))) / (WORLD_SIZE * num_pairs)
-            norm = clip_gradient(optimizer.param_groups[0]["params"], args.train_max_grad_norm)
+            average_gradient(weights)
+            norm = nn.utils.clip_grad_norm_(weights, args.train_max_grad_norm)
             if norm.isfinite():  # otherwise the step would turn the weights into NaN
                 optimizer.step()
             logs.append(dict(zip(sums, means.tolist())) | {"grad_norm": norm.item()})
@@ -450,13 +465,23 @@ def update(chain, optimizer, rollout, args):
     return stats | {"step": len(logs)}
 
 
+def average_gradient(weights):
+    """Averages the gradient over processes."""
+    for p in weights:
+        if p.grad is not None:
+            all_reduce(p.grad)
+            p.grad /= WORLD_SIZE
+
+
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs =============================
-def rollout_stats(rollout, reward_fns):
+def rollout_stats(rollout, args):
     """Metrics of an epoch's images, from before the update."""
     stats = {"reward_mean": rollout.scores.mean().item()}
     stats["reward_std"] = rollout.scores.std(correction=0).item()
-    stats["objective/kl"] = rollout.kl.sum(1).mean().item()
-    for name, rewards in zip(reward_fns, rollout.rewards.T):
+    if args.kl_coef:
+        stats["objective/kl"] = rollout.kl.sum(1).mean().item()
+    for spec, rewards in zip(args.reward_fn, rollout.reward_table.T):
+        name = spec.rpartition(":")[2]
         stats[f"rewards/{name}/mean"] = rewards.mean().item()
         stats[f"rewards/{name}/std"] = rewards.std().item()  # with Bessel's correction, as in TRL
     return stats
@@ -464,9 +489,9 @@ def rollout_stats(rollout, reward_fns):
 
 def check_update(stats, rollout, epoch, args):
     """Ends or warns of a run whose first ratio is not 1, or whose scores are all equal."""
-    limit = 2e-2 if args.bf16 else 1e-4  # before the first step, rounding in float32 moves the ratio by about 1e-7
+    limit = min(1e-4, args.train_clip_range / 2)  # beyond it, rounding alone would clip
     if not stats["first_ratio_error"] <= limit:
-        message = "sampling and update use different distributions (first_ratio_error): dropout, or weights of NaN?"
+        message = "sampling and update use different distributions (first_ratio_error): dropout, --bf16, or NaN?"
         require(epoch > 1, message)
         warnings.warn(message)
     if not rollout.advantages.any():
@@ -475,6 +500,7 @@ def check_update(stats, rollout, epoch, args):
 
 def draw_images(run, chain, prompts, args):
     """images/epoch-N.png: eight images of the initial model above eight of the policy, from the same noise."""
+    args = replace(args, kl_coef=0.0)  # pictures need no KL
     examples = (prompts * 8)[:8]
     noise = chain.draw_noise(8, torch.Generator().manual_seed(args.seed))  # the same in each epoch
     rows = [sample_images(chain, examples, noise, args, of).images for of in ("reference", "policy")]
@@ -495,33 +521,34 @@ def load_chain(args):
     The schedule is DDIM's, with the noise and the spacing of the pipeline's own, but even steps instead of Karras'.
     Latents are not clipped, as in StableDiffusionPipeline.
     """
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    torch.set_float32_matmul_precision("highest")  # TF32 would move ratios out of the clip range
+    torch.backends.cudnn.allow_tf32 = False  # in convolutions
+    kind = diffusers.DiffusionPipeline.load_config(args.model)["_class_name"]
+    require(kind == "StableDiffusionPipeline", f"--model {args.model} is a {kind}, not a StableDiffusionPipeline")
     options = {"use_safetensors": True, "safety_checker": None, "requires_safety_checker": False}
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(args.model, dtype=torch.float32, **options)
     policy = pipe.unet.eval()
     if args.gradient_checkpointing:
         policy.enable_gradient_checkpointing()
-    reference = policy if args.lora_r else deepcopy(policy).requires_grad_(False).to(args.device)
     if args.lora_r:  # adapters on its attention, with lora_alpha = r, as load_lora_weights assumes
         from peft import LoraConfig
 
-        transformers.set_seed(args.seed)  # all processes draw the same adapters
+        reference = partial(without_adapters, policy)
         layers = ["to_k", "to_q", "to_v", "to_out.0"]
         lora = LoraConfig(r=args.lora_r, lora_alpha=args.lora_r, target_modules=layers, init_lora_weights="gaussian")
         policy.requires_grad_(False).add_adapter(lora)
-    N = args.sample_num_steps
+    else:
+        reference = deepcopy(policy).requires_grad_(False).to(args.device)
     own = pipe.scheduler
     config = dict(own.config, _use_default_values=[])  # otherwise DDIM's defaults would replace those of the scheduler
+    if config.get("timestep_spacing") != "trailing":
+        config["timestep_spacing"] = "leading"  # equal intervals, down to the first times
     ddim = diffusers.DDIMScheduler.from_config(config, clip_sample=False)
     is_known = ddim.config.prediction_type in ("epsilon", "sample", "v_prediction") and not ddim.config.thresholding
     require(is_known, f"{args.model}: its scheduler has a prediction_type or thresholding that is not supported")
-    ddim.set_timesteps(N)
-    if config.get("timestep_spacing") == "linspace":  # which ends at time 0 in Euler and LMS, before it in DPM++
-        own.set_timesteps(N)
-        times = own.timesteps.round().long()
-        if len(times) == N and len(times.diff().unique()) <= 2:  # even, but for rounding
-            ddim.timesteps = times
-        if ddim.timesteps[-1] == 0:
-            ddim.num_inference_steps = max(1, N - 1)  # the number of intervals
+    ddim.set_timesteps(args.sample_num_steps)
     policy.pipe = pipe.to(args.device)  # both for save_pipeline
     policy.scheduler = own
     pipe.scheduler = ddim
@@ -533,6 +560,8 @@ def load_chain(args):
 def save_pipeline(unet, folder):
     """Saves the pipeline with the trained UNet and its own scheduler; with LoRA also the adapter, in lora/, for
     `pipe.load_lora_weights`."""
+    if RANK:
+        return
     pipe = unet.pipe
     pipe.scheduler = unet.scheduler
     if getattr(unet, "peft_config", None):
@@ -548,65 +577,88 @@ def save_pipeline(unet, folder):
 save_model = save_pipeline  # Run calls it by this name
 
 
-def load_image_rewards(args):
+def load_reward_fns(args):
     """The functions of --reward-fn by name."""
     reward_fns = {}
     for spec in args.reward_fn:
-        file, _, name = spec.rpartition(":")
-        is_new = Path(file).is_file() and name not in reward_fns
-        require(is_new, f"--reward-fn {spec}: should be file.py:name, of a file that exists, each with another name")
-        reward_fns[name] = load_function(file, name)
-    is_one_each = len(args.reward_weights) in (0, len(reward_fns))
-    require(is_one_each, "--reward-weights should have one number for each function of --reward-fn")
+        function = load_function(spec, "--reward-fn")
+        try:
+            inspect.signature(function).bind("images", "prompts", "metadata")
+        except TypeError as error:
+            sys.exit(f"error: --reward-fn {spec}: {error}; it is called with images, prompts, metadata")
+        reward_fns[spec.rpartition(":")[2]] = function
+    require(len(reward_fns) == len(args.reward_fn), "--reward-fn: two functions have the same name")
+    has_weights = len(args.reward_weights) in (0, len(reward_fns))
+    require(has_weights, "--reward-weights needs one number for each function of --reward-fn")
     return reward_fns
 
 
-def load_rows(args, tokenizer):
-    """The rows of the dataset, each with its prompt. Prints the first prompt as the text encoder reads it.
-
-    A jsonl file is read line by line, so that the metadata stay what they are. All else is left to `datasets`.
-    """
+def load_rows(args):
+    """The rows of the dataset, each with its prompt. Prints the first prompt as the text encoder reads it."""
+    check_name(args.model, "--model")
+    check_name(args.dataset, "--dataset")
     path = Path(args.dataset)
-    file = path if path.is_file() else path / "train.jsonl"
-    if file.exists():
-        rows = parse(file.read_bytes().splitlines(), json.loads, file)
+    if path.exists():
+        file = path / "train.jsonl" if path.is_dir() else path
+        require(file.exists(), f"there is no {file}: recipes/data.py converts other files")
+        rows = parse(file.read_bytes().splitlines(), pydantic.TypeAdapter(dict).validate_json, file)
     else:
         import datasets
 
         rows = datasets.load_dataset(args.dataset, split="train").to_list()
-    require(rows, f"--dataset {args.dataset} has no prompts to train on (recipes/data.py converts csv and others)")
+    require(rows, f"--dataset {path} has no prompts")
     for number, row in enumerate(rows, 1):
-        require(isinstance(row.get("prompt"), str), f"row {number} of {args.dataset}: 'prompt' is not a text")
+        require(isinstance(row.get("prompt"), str), f"row {number} of {path}: 'prompt' is not a text")
+    SOURCES["train"] = f"{len(rows)} rows of {path}"
+    tokenizer = AutoTokenizer.from_pretrained(args.model, subfolder="tokenizer")
     ids = tokenizer([row["prompt"] for row in rows])["input_ids"]
     limit = tokenizer.model_max_length
     num_cut = sum(len(x) > limit for x in ids)
-    print(f"{args.dataset}: {len(rows)} prompts, of which {num_cut} are truncated to {limit} tokens")
+    print(f"train: {SOURCES['train']}; {num_cut} prompts are truncated to {limit} tokens")
     print(f"the first one, as the text encoder reads it: {tokenizer.decode(ids[0][:limit])!r}")
     return rows
 
 
-def begin(args):
-    """Joins the processes of torchrun, if it started this one, and configures the libraries."""
-    for library in (diffusers, transformers):
-        library.utils.logging.set_verbosity_error()
-        library.utils.logging.disable_progress_bar()
-    torch.backends.cudnn.allow_tf32 = False  # on by default in convolutions; it would move ratios out of the clip range
-    if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group(timeout=timedelta(hours=2))  # a process may wait for a slow reward function
-
-
 # === From here on, a function has the same text in all scripts that have it ==========================================
-# --- Rewards, rows and models
-def load_function(file, name):
-    """Imports a function of a Python file, which finds the files beside it."""
-    path = Path(file).resolve()
+# --- Rewards ----------------------------------------------------------------------------------------------------------
+def load_function(spec, flag):
+    """The function or class that file.py:name stands for."""
+    file, _, name = spec.rpartition(":")
+    require(Path(file).is_file(), f"{flag} {spec}: should be file.py:name, of a file that exists")
+    members = run_file(Path(file).resolve())
+    require(name in members, f"{flag} {spec}: {file} has no {name}, only {[x for x in members if x[0] != '_']}")
+    return members[name]
+
+
+@cache
+def run_file(path):
+    """Runs a Python file once, and returns what it defines. It finds the modules beside it, before those beside files
+    that were run earlier; libraries find none of them."""
+    before = set(sys.modules)
     sys.path.insert(0, str(path.parent))
-    sys.modules.pop(path.stem, None)  # another file may have this name
-    return getattr(importlib.import_module(path.stem), name)
+    members = runpy.run_path(str(path), run_name=path.stem)
+    sys.path.append(sys.path.pop(0))
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(path.parent)):
+            del sys.modules[name]
+    return members
 
 
+def read_rewards(returned, n, name):
+    """(n,) the rewards that a function returned: a list, array or tensor of numbers, or None, which becomes NaN."""
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    is_list = isinstance(values, (list, tuple)) and len(values) == n
+    require(is_list, f"{name} should return a list of {n} rewards, one for each response, not {returned!r:.60}")
+    rewards = torch.full((n,), math.nan, dtype=torch.float32)
+    for i, x in enumerate(values):
+        if x is not None:
+            is_number = not isinstance(x, str) and np.ndim(x) == 0 and math.isfinite(x)
+            require(is_number, f"reward {i + 1} of {name} is neither a finite number nor None: {x!r:.60}")
+            rewards[i] = x
+    return rewards
+
+
+# --- Rows -------------------------------------------------------------------------------------------------------------
 def require(condition, message):
     """Exits with the message unless the condition holds. It is for errors that no library reports clearly."""
     if not condition:
@@ -619,10 +671,16 @@ def parse(rows, function, where):
     for number, row in enumerate(rows, 1):
         try:
             parsed.append(function(row))
-        except (SystemExit, ValueError, TypeError, TemplateError) as error:
+        except (SystemExit, ValueError, TemplateError) as error:
             reason = str(error).removeprefix("error: ")
             sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
+
+
+def check_name(name, flag):
+    """Refuses a missing folder, which the library would look for on the hub: a path, or below a folder that exists."""
+    is_path = name.startswith((".", "/", "~")) or Path(Path(name).parts[0]).is_dir()
+    require(Path(name).exists() or not is_path, f"{flag} {name}: there is no such file or folder")
 
 
 def shuffled(n, seed, number):
@@ -632,8 +690,17 @@ def shuffled(n, seed, number):
 
 
 def make_seed(*numbers):
-    """One seed from several numbers. The draws of a step do not depend on the steps before it."""
+    """One seed from several numbers; zeros at the end do not count. The draws of a step depend on no other step."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+# --- Models -----------------------------------------------------------------------------------------------------------
+def without_adapters(model, **inputs):
+    """The output of a model with LoRA as it was before training, without a copy: its adapters are scaled by 0."""
+    from peft.helpers import rescale_adapter_scale
+
+    with rescale_adapter_scale(model, 0.0):
+        return model(**inputs)
 
 
 def autocast(args):
@@ -644,6 +711,34 @@ def autocast(args):
 
 
 # --- Processes
+def start(args):
+    """Makes the folder of the run, joins the processes of torchrun, and configures the libraries. Returns the settings
+    with the folder."""
+    name = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder = Path(args.resume or args.output_dir or name)
+    if not RANK and not args.resume:
+        folder.mkdir(parents=True, exist_ok=True)
+        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb"}  # of a run without a step
+        require(not others, f"--output-dir {folder} has files: {sorted(others)[:3]}")
+    device_type = torch.device(args.device).type
+    if "RANK" in os.environ and not dist.is_initialized():
+        if device_type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "gloo"  # sums on the CPU, too, decide when a run ends
+        if device_type != "cpu":
+            backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # a process may wait for a slow reward function
+    ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
+    set_seed(args.seed)  # all processes draw the same new weights
+    logging.set_verbosity_error()  # transformers would report each new head
+    logging.disable_progress_bar()
+    if device_type != "cpu":
+        torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
+    elif args.bf16 and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        print("--bf16 is several times slower on this CPU, which has no AVX-512 BF16")
+    return replace(args, output_dir=str(folder))
+
+
 def all_reduce(x):
     """Sums x over all processes, in place."""
     if WORLD_SIZE > 1:
@@ -660,54 +755,59 @@ def all_gather(x):
     return torch.cat(shares)
 
 
-def clip_gradient(parameters, max_norm):
-    """Averages the gradient over processes, clips it to max_norm, and returns its norm before."""
-    for p in parameters:
-        if WORLD_SIZE > 1 and p.grad is not None:
-            dist.all_reduce(p.grad)
-            p.grad /= WORLD_SIZE
-    return nn.utils.clip_grad_norm_(parameters, max_norm)
+def shards(model):
+    """The parts of a model that are divided among processes."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 # --- The run
 class Run:
     """The output of a run: progress bar, metrics.jsonl, W&B, samples, checkpoints, and at the end model and curves.
-    `carry` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
+    `state` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
-    def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
+    def __init__(self, args, num_steps, optimizer, schedule, state, **models):
         self.args = args
         self.num_steps = num_steps
         self.optimizer = optimizer
-        self.carry = carry
+        self.state = state
         self.models = nn.ModuleDict(models)
         self.step = 0
         self.stop_requested = False
         self.saved_at = time.time()
-        script = Path(__file__).stem
-        new_folder = f"runs/{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.output = Path(args.resume or args.output_dir or new_folder)  # only process 0 writes to it
+        self.shown = {}  # metrics beside the bar
+        self.output = Path(args.output_dir)  # only process 0 writes to it
+        self.lock = FileLock(self.output / ".lock")  # until the process ends
+        if not RANK:
+            self.lock.acquire(timeout=0)  # or another run writes to the folder
         if args.resume:
             self.restore()
         for _ in range(self.step):
             schedule.step()
+        optimizer.register_step_post_hook(self.reshard)
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True, disable=RANK > 0)
         self.wandb = None
         if RANK:
             return
-        self.output.mkdir(parents=True, exist_ok=bool(args.resume))
-        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        self.file = open(self.output / "metrics.jsonl", "a")
+        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
+        about = {"revision": revision, "data": SOURCES}
+        (self.output / "args.json").write_text(json.dumps(asdict(args) | about, indent=2))
         if args.track:
             import wandb
 
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
             self.wandb = wandb.init(**options)
 
+    def reshard(self, *_):
+        """After an optimiser step, the weights that a pass has gathered are old."""
+        for module in shards(self.models):
+            module.reshard()
+
     def steps(self):
-        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the
-        current step."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
+        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
+        after the current step."""
+        numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
+        handlers = [signal.signal(number, self.on_signal) for number in numbers]
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
             self.step_started = time.perf_counter()
@@ -718,16 +818,25 @@ class Run:
             self.stop_requested = stops > 0  # in any process
             if stops or lates or self.step % self.args.save_steps == 0:
                 self.save()
+        for number, handler in zip(numbers, handlers):
+            signal.signal(number, handler)
+
+    def on_signal(self, number, _):
+        """Ends the run after this step; a second signal of the kind ends it at once."""
+        self.stop_requested = True
+        signal.signal(number, signal.SIG_DFL)
+        self.bar.write(f"{signal.Signals(number).name}: ends after this step, with a checkpoint. Once more: ends now")
 
     def log(self, stats, *shown):
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
         stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
-        values = {name.split("/")[-1]: stats[name] for name in shown}
-        self.bar.set_postfix(values, refresh=False)
-        self.bar.update()
+        self.shown |= {name.replace("objective/", ""): stats[name] for name in shown if name in stats}
+        self.bar.set_postfix(self.shown, refresh=False)
+        self.bar.update(self.step - self.bar.n)
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
-            print(json.dumps(line), file=self.file, flush=True)
+            with open(self.output / "metrics.jsonl", "a") as file:
+                print(json.dumps(line), file=file)
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
@@ -750,41 +859,50 @@ class Run:
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
         self.saved_at = time.time()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
+        num_bytes = (self.output / "metrics.jsonl").stat().st_size
+        saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
+        saved |= {"weights": weights, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
-        weights = {name: p.data for name, p in self.models.named_parameters() if p.requires_grad}
-        state = {"step": self.step, "carry": self.carry, "weights": weights, "optimizer": self.optimizer.state_dict()}
-        torch.save(state, folder / "unfinished.pt")
-        (folder / "unfinished.pt").rename(folder / f"step-{self.step:08d}.pt")
+        unfinished = folder / "unfinished.pt"
+        try:
+            torch.save(saved, unfinished)
+        except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
+            unfinished.unlink(missing_ok=True)
+            sys.exit(f"error: no checkpoint could be written to {folder}. Is the disk full? {error}")
+        unfinished.rename(folder / f"step-{self.step:08d}.pt")
         files = sorted(folder.glob("step-*.pt"))
         for old in files[: -(self.args.save_total_limit or 1)]:
             old.unlink()
 
     def restore(self):
-        """Continues from the newest checkpoint."""
+        """Continues from the newest checkpoint, with the settings of this run."""
         found = sorted(self.output.glob("checkpoints/step-*.pt"))
-        require(found, f"{self.output} has no checkpoint (see --save-steps and --save-total-limit)")
+        require(found, f"{self.output} has no checkpoint, or is finished (see --save-steps and --save-total-limit)")
         print(f"reading {found[-1]} (if it is damaged, remove it)")
-        state = torch.load(found[-1], map_location="cpu", weights_only=True)
-        self.models.load_state_dict(state["weights"], strict=False)  # it has the trained weights alone
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
-        self.carry.update(state["carry"])
+        saved = torch.load(found[-1], map_location="cpu", weights_only=True)
+        options = StateDictOptions(full_state_dict=True, strict=False)  # it has the trained weights alone
+        _, optimizer = get_state_dict(self.models, self.optimizer, options=options)
+        optimizer["state"] = saved["moments"]
+        both = {"model_state_dict": saved["weights"], "optim_state_dict": optimizer}
+        wrong = set_state_dict(self.models, self.optimizer, **both, options=options).unexpected_keys
+        require(not wrong, f"the model has no weights of these names, which the checkpoint has: {wrong[:3]}")
+        self.step = saved["step"]
+        self.state.update(saved["state"])
         if not RANK:
-            file = self.output / "metrics.jsonl"
-            lines = file.read_text().splitlines(keepends=True)
-            file.write_text("".join(lines[: self.step]))  # one line for each step
+            os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
 
     def finish(self):
         """Saves the model, the model card and the curves."""
         self.bar.close()
+        save_model(self.models["model"], self.output)
         if RANK:
             return
-        save_model(self.models["model"], self.output)
-        self.file.close()
-        describe(self.output, self.args)
+        describe(self.output, self.args, self.step)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
@@ -792,33 +910,42 @@ class Run:
             shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
 
 
-def describe(folder, args):
+def describe(folder, args, step):
     """Writes curves.png, with a panel for each metric of CURVES, and README.md, the model card."""
     import pandas
 
-    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    lines.index += 1  # steps count from 1
-    curves = lines.filter(regex=CURVES).astype(float)
-    axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-")
+    lines = pandas.read_json(folder / "metrics.jsonl", lines=True).astype(float)
+    lines.index += step + 1 - len(lines)  # the last line is that of the last step
+    curves = lines.filter(regex=CURVES).interpolate(limit_area="inside")  # between evaluations
+    pairs = [(name, f"eval/{name}") for name in curves if f"eval/{name}" in curves]  # in one panel
+    styles = ["-" if name.startswith("eval/") else "." for name in curves]
+    axes = curves.plot(subplots=pairs or True, layout=(-1, 3), figsize=(15, 8), style=styles, xlabel="step")
     axes.flat[0].figure.savefig(folder / "curves.png", bbox_inches="tight")
-    settings = (folder / "args.json").read_text()
-    card = f"---\ntags: [{Path(__file__).stem}]\n---\nTrained from {args.model or 'scratch'} on {args.dataset}.\n"
-    card += f"## Settings\n```\n{settings}\n```\n## Last metrics\n```\n{lines.ffill().iloc[-1].to_string()}\n```\n"
-    (folder / "README.md").write_text(card)
+    base = "" if Path(args.model or "").exists() else f"base_model: {args.model}\n"
+    card = f"---\n{base}library_name: transformers\ntags: [{Path(__file__).stem}]\n---\n"
+    card += f"Trained from {args.model or 'scratch'} on {', '.join(SOURCES.values())}.\n"
+    card += f"\n![curves](curves.png)\n\n```\n{(folder / 'args.json').read_text()}\n```\n"
+    (folder / "README.md").write_text(card.replace(f"{TOY.parent}/", ""))
 
 
 def read_command_line():
-    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line."""
+    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line. It
+    runs files of code only if the command line names them: someone else may have written the folder."""
     read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
-    args = read()
-    if args.resume:
-        file = Path(args.resume, "args.json")
-        require(file.exists(), f"--resume {args.resume}: there is no run in this folder")
-        args = read(default=Args(**json.loads(file.read_text())))
+    given = read()
+    if not given.resume:
+        return given
+    file = Path(given.resume, "args.json")
+    require(file.exists(), f"--resume {given.resume}: there is no run in this folder")
+    args = read(default=Args(**json.loads(file.read_text())))
+    code = getattr(args, "reward_fn", None), getattr(args, "env", None)
+    is_named = code == (getattr(given, "reward_fn", None), getattr(given, "env", None))
+    require(is_named, f"--resume: give --reward-fn or --env again, since they name code: {code}")
     return args
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks ends no run
     if RANK:
         sys.stdout = open(os.devnull, "w")  # only process 0 prints
     train(read_command_line())
