@@ -13,7 +13,7 @@ For each batch of prompts, G responses to each (`num_generations`):
   3. advantage  A_i = (score_i - mean of the group's scores) / their standard deviation (`scale_rewards`)
   4. loss       ratio_t = pi(y_t) / pi_old(y_t), or its geometric mean over the response (GSPO)
                 loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps_high)) [+ beta ratio_t KL_t]
-                KL_t = q/p - 1 - log(q/p), q = pi_ref(y_t), p = pi(y_t); pi_ref is a frozen first pi
+                KL_t = q/p - 1 - log(q/p), q = pi_ref(y_t), p = pi(y_t); pi_ref is a frozen first pi (DeepSeek-V3.2)
                 the loss is a weighted sum of all loss_t; `loss_type` sets the weights (`token_weights`)
   5. update     `num_ppo_epochs` passes over the batch, each with `num_mini_batches` optimiser steps
 
@@ -29,53 +29,63 @@ padding: it may hold any number, and is masked.
 
 Differences from RLOO: the mean includes the response itself; division by the standard deviation raises the weight of
 prompts that are nearly always or nearly never answered right; each token has its own clipped ratio; by default there is
-no KL. A group with equal scores gives no gradient.
+no KL. A group with equal scores gives no gradient. With `beta`, the KL is part of the loss, and not of the reward; the
+ratio makes its gradient an unbiased estimate (DeepSeek-V3.2; the first GRPO paper has no ratio there).
 
 Papers: GRPO 2402.03300 (eq. 3, 19); Dr. GRPO 2503.20783; DAPO 2503.14476; GSPO 2507.18071; CISPO 2506.13585; MaxRL
-2602.02710. In short: lecture/grpo.py, 310 lines. Over several turns: agent.py.
+2602.02710; DeepSeek-V3.2 2512.02556. In short: lecture/grpo.py, 310 lines. Over several turns: agent.py.
 
   python grpo.py                       # the toy task: offline, half a minute on two CPU cores, right answers .4 to 1.0
   python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --response-length 1024 \\
       --reward-fn rewards/verifiers.py:right_number    # on one GPU; problems.jsonl has the columns prompt and answer
 """
 
-import ctypes
-import importlib
+import inspect
 import json
 import math
 import os
+import re
+import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
-from functools import partial
+from datetime import datetime, timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
+import pyarrow.parquet
 import pydantic
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
+from filelock import FileLock
 from jinja2 import TemplateError
 from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers import DynamicCache, StaticCache, get_scheduler, logging, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, StaticCache
+from transformers import get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
 VERIFIER = f"{TOY.parent}/rewards/verifiers.py:right_number"
+SOURCES = {}  # split -> what was read, for args.json and the model card
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
 RANK = int(os.environ.get("RANK", 0))
@@ -101,7 +111,6 @@ class Args:
     loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"  # see token_weights, surrogate_loss
     importance_sampling_level: Literal["token", "sequence"] = "token"  # of the ratio. GSPO: sequence, loss_type grpo
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"  # what divides advantages: see group_advantages
-    baseline: Literal["mean", "none"] = "mean"  # of the scores of a group; none: the scores are the advantages (RFT)
     epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
     epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); cispo: upper bound, default 5
     num_ppo_epochs: Annotated[Count, alias("--num-iterations")] = 1  # passes over each batch. Many: off policy
@@ -112,10 +121,11 @@ class Args:
     # --- Rollout ---
     response_length: Annotated[Count, alias("--max-completion-length")] = 16  # maximum tokens in a response
     temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
-    stop_token: tuple[str, ...] = ("eos",)  # end of a response: eos (all of the model's), or tokens as texts
     missing_eos_penalty: NonNegative = 0.0  # subtracted from the score of a response without stop token (TRL)
+    local_rollout_forward_batch_size: Count | None = None  # responses sampled at once; by default 4 x micro_batch_size
     # --- Optimisation ---
-    learning_rate: Positive | None = None  # by default from the policy's size, and ten times as high with LoRA
+    # by default from the policy's size, and ten times as high with LoRA
+    learning_rate: Annotated[Positive | None, alias("--lr")] = None
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "linear"  # TRL's
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate warms up from 0
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
@@ -132,10 +142,12 @@ class Args:
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
+    zero_stage: Literal[2, 3] = 2  # with several processes, each holds a share of gradients and moments; 3: of weights
     # --- Data. A row has `prompt`, a text or messages that end with the user's; reward functions get all columns ---
     dataset: Annotated[str, alias("--dataset-name")] = f"{TOY}/shells/data/prompts"  # folder of SPLIT.jsonl, or hub
     dataset_config: Annotated[str | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
     dataset_train_split: str = "train"  # split to train on
+    dataset_test_split: str | None = "validation"  # split to evaluate on, if there is one
     max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
     # --- Run ---
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
@@ -143,6 +155,8 @@ class Args:
     output_dir: str | None = None  # folder for all output; by default a new folder runs/SCRIPT__SEED__TIME
     resume: Annotated[str | None, alias("--resume-from-checkpoint")] = None  # folder of a run to continue
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
+    eval_steps: Count = 50  # updates between evaluations; there is one before the first update and after the last
+    num_eval_prompts: Natural = 32  # held-out prompts of an evaluation, with G responses to each; 0 for none
     save_steps: Count = 50  # updates between checkpoints, which hold the full state of the run
     save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
     num_sample_generations: Natural = 10  # how often to print four episodes, besides after update 1 (TRL)
@@ -152,63 +166,63 @@ class Args:
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 def train(args):
     """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
-    start(args)
+    args = start(args)
+    tokenizer = load_tokenizer(args.model)
+    prompts = load_prompts(args, tokenizer, args.dataset_train_split)
+    eval_prompts = load_prompts(args, tokenizer, args.dataset_test_split)[: args.num_eval_prompts]
+    reward_fns = load_reward_fns(args, prompts)
     policy, reference = load_models(args)
-    reward_fns = load_functions(args)
-    prompts = load_prompts(args, policy.tokenizer)
-    G = args.num_generations
-    args = choose_sizes(args, policy, prompts, G)  # from here on, all sizes are set
-    B = args.batch_size
+    policy.stop_token_ids = find_stop_tokens(policy, is_chat=isinstance(prompts[0]["prompt"], list))
+    set_generation(policy, args.temperature)
+    for model in (policy, reference):
+        if isinstance(model, nn.Module):
+            place(model, args)
+    args = choose_sizes(args, policy, prompts, eval_prompts)  # from here on, all sizes are set
+    B, G = args.batch_size, args.num_generations
     num_updates = args.total_episodes // B
     passes = range(1 + args.total_episodes * (1 + args.dynamic_sampling) // (G * len(prompts)))
-    order = []
-    for number in passes:
-        order += shuffled(len(prompts), args.seed, number)
+    order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
-    options = {
-        "betas": args.adam_betas,
-        "eps": args.adam_epsilon,
-        "weight_decay": args.weight_decay,
-        "fused": True,  # ten times as fast on a CPU
-    }
-    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **options)
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(weights, args.learning_rate, **options)  # fused: ten times as fast on a CPU
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    carry = {"num_draws": 0, "num_tokens": 0}  # what an update hands to the next; in checkpoints
-    run = Run(args, num_updates, optimizer, schedule, carry, model=policy)
+    state = {"num_draws": 0, "num_tokens": 0}  # what an update hands to the next; in checkpoints
+    run = Run(args, num_updates, optimizer, schedule, state, model=policy)
+    if run.step == 0 and eval_prompts:
+        run.log(evaluate(policy, reference, reward_fns, eval_prompts, args), "eval/reward")
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
 
         # 1. Sample, and 2. score
-        first_draw = carry["num_draws"]
-        rollout = sample_groups(policy, reward_fns, prompts, order, carry, args)
-        if args.bf16 or args.device != "cpu":  # the sampler reads token by token: its rounding would matter
-            rollout.old_logprobs = read_logprobs(policy, rollout, args)
+        first_draw = state["num_draws"]
+        rollout = sample_groups(policy, reward_fns, prompts, order, state, args)
+        stats = reread_logprobs(policy, rollout, args)
         if args.beta:
             rollout.ref_logprobs = read_logprobs(reference, rollout, args)
 
         # 3. Advantage
-        advantages = rollout.scores.masked_fill(rollout.unscored, 0.0)  # (B,)
-        if args.baseline == "mean":
-            require(args.scale_rewards != "mean" or advantages.min() >= 0, "--scale-rewards mean needs scores >= 0")
-            advantages = group_advantages(rollout.scores, G, args.scale_rewards)
-        rollout.advantages = advantages[:, None]  # (B, 1)
+        require(args.scale_rewards != "mean" or rollout.scores.min() >= 0, "--scale-rewards mean needs scores >= 0")
+        rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # (B, 1)
+        rollout.has_gradient = (rollout.advantages[:, 0] != 0) | (args.beta > 0)  # (B,)
         rollout.loss_mask = rollout.mask  # (B, T)
         if args.mask_truncated_completions:
             rollout.loss_mask = rollout.mask & rollout.ended[:, None]
 
         # 4. Loss, and 5. update
-        stats = update(policy, optimizer, rollout, args)
-        stats |= rollout_stats(rollout, args)
+        stats |= update(policy, optimizer, rollout, args)
         is_one = step > 1 or stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
         require(is_one, "the first ratio is not 1: does the model ignore the attention mask, or have dropout?")
-        carry["num_tokens"] += (rollout.prompt_mask.sum() + rollout.mask.sum()).item()
-        stats["num_tokens"] = carry["num_tokens"]
-        stats["sampled_batches"] = carry["num_draws"] - first_draw
-        stats["learning_rate"] = optimizer.param_groups[0]["lr"]
-        stats["episode"] = step * B
-        run.log(stats, "objective/scores", "frac_reward_zero_std")
+
+        stats |= rollout_stats(rollout, args)
+        state["num_tokens"] += (rollout.prompt_mask.sum() + rollout.mask.sum()).item()
+        stats |= {"num_tokens": state["num_tokens"], "sampled_batches": state["num_draws"] - first_draw}
+        stats |= {"learning_rate": optimizer.param_groups[0]["lr"], "episode": step * B}
+        if run.is_due(args.eval_steps):
+            stats |= evaluate(policy, reference, reward_fns, eval_prompts, args)
+        run.log(stats, "objective/scores", "frac_reward_zero_std", "eval/reward")
         if args.num_sample_generations and (step == 1 or run.is_due(num_updates // args.num_sample_generations)):
-            show_samples(run, rollout, policy.tokenizer)
+            show_samples(run, rollout, tokenizer)
         schedule.step()
     run.finish()
 
@@ -216,8 +230,8 @@ def train(args):
 # --- 1. Sample --------------------------------------------------------------------------------------------------------
 @dataclass
 class Rollout:
-    """A batch of episodes: B rows. The k responses to a prompt, a group, are neighbours. Later steps add their results:
-    reward_table, the rewards (B,) of each function, NaN for None; scores (B,); and others, (B,) or (B, T)."""
+    """A batch of episodes: B rows. The k responses to a prompt, a group, are neighbours. A field is None until its step
+    has run."""
 
     prompts: Tensor  # (B, P), left-padded
     prompt_mask: Tensor  # (B, P), true on real tokens
@@ -225,8 +239,19 @@ class Rollout:
     mask: Tensor  # (B, T), true up to and including the stop token
     ended: Tensor  # (B,), true if the response has a stop token
     old_logprobs: Tensor  # (B, T), under the policy that sampled the responses
-    rows: list[dict]  # the B rows of the dataset
+    examples: list[dict]  # the B rows of the dataset
     k: int  # responses to each prompt
+    ref_logprobs: Tensor | None = None  # (B, T), under the reference, with --beta
+    reward_table: Tensor | None = None  # (B, K), of K reward functions, NaN for None
+    scores: Tensor | None = None  # (B,), the weighted sum of the rewards, minus the penalty for a missing stop token
+    advantages: Tensor | None = None  # (B, 1)
+    has_gradient: Tensor | None = None  # (B,), false where the scores of a group are equal, without --beta
+    loss_mask: Tensor | None = None  # (B, T), true on tokens that are in the loss
+
+    # the fields that `select` cuts to the tokens that are left
+    PROMPT_FIELDS = ("prompts", "prompt_mask")
+    TOKEN_FIELDS = ("responses", "mask", "old_logprobs", "ref_logprobs")
+    TOKEN_FIELDS += ("loss_mask",)
 
     def joined(self):
         """Ids and attention mask (B, P+T) of prompts and responses, as a model reads them."""
@@ -239,29 +264,46 @@ class Rollout:
         P = self.prompt_mask[index].sum(1).max().item()
         T = self.mask[index].sum(1).max().item()
         part = copy(self)
-        part.rows = [self.rows[i] for i in index.tolist()]
+        part.examples = [self.examples[i] for i in index.tolist()]
         for name, x in vars(self).items():
             if not isinstance(x, Tensor):
                 continue
             x = x[index]
-            if name in ("prompts", "prompt_mask"):
+            if name in self.PROMPT_FIELDS:
                 x = x[:, -P:]
-            elif x.dim() == 2:
+            if name in self.TOKEN_FIELDS:
                 x = x[:, :T]
             setattr(part, name, x)
         return part
 
-    def micro_batches(self, index, args, is_first=None):
-        """Splits row numbers into micro-batches of groups of similar lengths, to save padding; the processes take them
-        in turns. Rows for which `is_first` (B,) is true come first."""
-        lengths = self.prompt_mask.sum(1) + self.mask.sum(1)  # (B,)
+    def rounds(self, index, args):
+        """Splits row numbers into rounds: in each, every process has a micro-batch of groups of similar lengths. Rows
+        without gradient come last, so that whole rounds are without. Two processes, groups of 2 with equal lengths,
+        micro-batches of 2; rows 0, 1, 4, 5 are without:  index [0..7]  ->  [[2, 3], [6, 7]], [[0, 1], [4, 5]]
+        """
+        lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
         lengths = lengths.view(-1, self.k).amax(1)  # (B/k,) of the longest row of each group
         index = index.sort().values
-        by_length = lengths[index // self.k].argsort(stable=True)
-        index = index[by_length]
-        if is_first is not None:
-            index = index[is_first[index].long().argsort(descending=True, stable=True)]
-        return index.tensor_split(WORLD_SIZE * math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size)))
+        index = index[lengths[index // self.k].argsort(stable=True)]
+        if self.has_gradient is not None:
+            index = index[self.has_gradient[index].long().argsort(descending=True, stable=True)]
+        num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))
+        parts = index.tensor_split(num_rounds * WORLD_SIZE)
+        return [parts[i : i + WORLD_SIZE] for i in range(0, len(parts), WORLD_SIZE)]
+
+    def micro_batches(self, index, args):
+        """Splits row numbers into this process's micro-batches, its own of each round."""
+        return [parts[RANK] for parts in self.rounds(index, args)]
+
+    @torch.no_grad()
+    def in_micro_batches(self, function, args):
+        """Applies a function without gradient to micro-batches of b episodes. Joins its results (b, T) to (B, T)."""
+        joined = torch.zeros(self.mask.shape, device=args.device)
+        for index in self.micro_batches(torch.arange(len(joined), device=args.device), args):
+            with autocast(args):
+                x = function(self.select(index))
+            joined[index, : x.shape[1]] = x
+        return all_reduce(joined)  # a sum: each process has zeros in the rows of the others
 
 
 def response_mask(responses, stop_token_ids):
@@ -307,65 +349,64 @@ def read_prompts(model, prompts, prompt_mask, cache):
 
 @torch.no_grad()
 def sample(policy, prompts, prompt_mask, uniforms, temperature):
-    """Samples one response to each prompt (B, P) from softmax(logits / temperature); ignores the generation config.
-
-    `uniforms` (B, T) are the random numbers. Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T)
-    of the sampled tokens, 0 on padding.
-    """
+    """Samples one response to each prompt (B, P) from softmax(logits / temperature), by the random numbers `uniforms`
+    (B, T). Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the tokens, 0 on padding."""
     B, T = uniforms.shape
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
     stops = prompts.new_tensor(policy.stop_token_ids)
     cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)
-    look_every = 1 if prompts.device.type == "cpu" else 8  # steps between checks; each check waits for the GPU
-    rows = torch.arange(B, device=prompts.device)  # the rows in the cache; rows that have ended leave it
-    has_ended = torch.zeros_like(rows, dtype=torch.bool)
-    attention_mask = prompt_mask.long()  # (rows, P), after each pass one wider
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    rows = torch.arange(B, device=prompts.device)  # in the cache; rows that have ended leave it
+    has_ended = torch.zeros_like(rows, dtype=torch.bool)
+    attention_mask = prompt_mask.long()  # (rows, P), then one wider after each token
     logits = read_prompts(policy, prompts, prompt_mask, cache)  # (rows, 1, V)
     for t in range(T):
-        if t > 0:
-            logits = forward(policy, token[:, None], attention_mask, **options).logits  # noqa: F821
-        logits = logits[:, -1].float() / temperature  # (rows, V)
-        token, logprobs[rows, t] = sample_categorical(logits, uniforms[rows, t])
+        token, logprob = sample_categorical(logits[:, -1].float() / temperature, uniforms[rows, t])  # (rows,) each
         responses[rows, t] = token
-        attention_mask = F.pad(attention_mask, (0, 1), value=1)
+        logprobs[rows, t] = logprob
         has_ended |= torch.isin(token, stops)
-        if (t + 1) % look_every:
-            continue
-        unfinished = (~has_ended).nonzero().squeeze(1)
-        if not len(unfinished):
+        kept = rows_to_keep(has_ended, t)
+        if t == T - 1 or len(kept) == 0:
             break
-        if len(unfinished) < 0.75 * len(rows):  # copying the cache costs less than computing ended rows
-            cache.reorder_cache(unfinished)
-            rows = rows[unfinished]
-            has_ended = has_ended[unfinished]
-            token = token[unfinished]
-            attention_mask = attention_mask[unfinished]
+        attention_mask = F.pad(attention_mask, (0, 1), value=1)
+        if len(kept) < len(rows):
+            cache.reorder_cache(kept)
+            rows, has_ended, token, attention_mask = (x[kept] for x in (rows, has_ended, token, attention_mask))
+        logits = forward(policy, token[:, None], attention_mask, **options).logits
     mask, ended = response_mask(responses, policy.stop_token_ids)  # false on tokens sampled after the stop token
     responses = responses.masked_fill(~mask, policy.tokenizer.pad_token_id)
     return responses, mask, ended, logprobs.masked_fill(~mask, 0.0)
 
 
-def sample_batch(policy, rows, k, args):
-    """Step 1: samples k responses to the prompt of each row. Each process samples those to some of the prompts."""
-    rows = [row for row in rows for _ in range(k)]
-    prompts, prompt_mask = pad([row["input_ids"] for row in rows], policy.tokenizer, args, "left")  # (B, P)
-    uniforms = torch.rand(len(rows), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
-    share = torch.arange(len(rows)).tensor_split(WORLD_SIZE)[RANK]  # row numbers of this process: whole groups
+def rows_to_keep(has_ended, t):
+    """The rows with which sampling goes on after token t. It could go on with all of them; this is for speed. A look
+    makes a GPU wait: one after eight tokens. The cache is copied, so only if it becomes much smaller."""
+    everything = torch.arange(len(has_ended), device=has_ended.device)
+    if has_ended.device.type != "cpu" and (t + 1) % 8:
+        return everything
+    unfinished = (~has_ended).nonzero().squeeze(1)
+    return unfinished if len(unfinished) < 0.75 * len(has_ended) else everything
+
+
+def sample_batch(policy, examples, args):
+    """Step 1: samples G responses to the prompt of each example. Each process samples those to some of the prompts."""
+    examples = [example for example in examples for _ in range(args.num_generations)]
+    ids = [example["input_ids"] for example in examples]
+    prompts, prompt_mask = pad(ids, policy.tokenizer, args, "left")  # (B, P)
+    uniforms = torch.rand(len(ids), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
+    share = torch.arange(len(ids)).tensor_split(WORLD_SIZE)[RANK]  # row numbers of this process
     parts = []
-    with autocast(args):
-        for index in share.split(4 * args.micro_batch_size):  # without gradients, there is room for more
+    with autocast(args), gathered(policy, args):
+        for index in share.split(args.local_rollout_forward_batch_size):
             part = sample(policy, prompts[index], prompt_mask[index], uniforms[index], args.temperature)
             parts.append(part)
     columns = [all_gather(torch.cat(x)) for x in zip(*parts)]  # responses, mask, ended, logprobs
-    padding = args.max_prompt_length - prompts.shape[1]  # so that all batches have the same width
-    prompts = F.pad(prompts, (padding, 0))
-    prompt_mask = F.pad(prompt_mask, (padding, 0))
-    return Rollout(prompts, prompt_mask, *columns, rows, k)
+    rollout = Rollout(prompts, prompt_mask, *columns, examples, args.num_generations)
+    return rollout.select(torch.arange(len(ids), device=prompts.device))  # all rows, without padding columns
 
 
-def sample_groups(policy, reward_fns, prompts, order, carry, args):
+def sample_groups(policy, reward_fns, prompts, order, state, args):
     """Steps 1 and 2: samples and scores G responses to each prompt.
 
     With --dynamic-sampling, groups without a gradient (their scores are equal, or no response is in the loss) are
@@ -376,32 +417,82 @@ def sample_groups(policy, reward_fns, prompts, order, carry, args):
     parts = []
     useful = []  # (B/G,) for each part
     for _ in range(1 + args.dynamic_sampling):
-        draw = carry["num_draws"]
-        carry["num_draws"] += 1
-        rows = [prompts[i] for i in order[draw * num_groups : (draw + 1) * num_groups]]
-        rollout = sample_batch(policy, rows, G, args)
-        score_groups(rollout, reward_fns, policy.tokenizer, args)
-        parts.append(rollout)
-        useful.append(~is_equal(rollout.scores, G))
+        draw = state["num_draws"]
+        state["num_draws"] += 1
+        examples = [prompts[i] for i in order[draw * num_groups : (draw + 1) * num_groups]]
+        rollout = sample_batch(policy, examples, args)
+        score_batch(rollout, reward_fns, policy.tokenizer, args)
+        if not args.dynamic_sampling:
+            return rollout
+        is_useful = ~is_equal(rollout.scores, G)
         if args.mask_truncated_completions:
-            useful[-1] &= rollout.ended.view(-1, G).any(1)
-        if args.dynamic_sampling and torch.cat(useful).sum() >= num_groups:
+            is_useful &= rollout.ended.view(-1, G).any(1)
+        parts.append(rollout)
+        useful.append(is_useful)
+        if torch.cat(useful).sum() >= num_groups:
             break
-    joined = copy(rollout)
-    joined.rows = [row for part in parts for row in part.rows]
-    for name, x in vars(rollout).items():
-        if isinstance(x, Tensor):
-            columns = [getattr(part, name) for part in parts]
-            setattr(joined, name, torch.cat(columns))
     is_useless = ~torch.cat(useful).repeat_interleave(G)
     kept = is_useless.long().argsort(stable=True)[: args.batch_size].sort().values
-    for name in reward_fns:
-        rewards = torch.cat([part.reward_table[name] for part in parts])
-        joined.reward_table[name] = rewards[kept]
-    return joined.select(kept)  # without columns that are padding in all rows
+    return concatenate(parts).select(kept)
+
+
+def concatenate(parts):
+    """One rollout of the rows of several, padded to the widest."""
+    P = max(part.prompts.shape[1] for part in parts)
+    T = max(part.responses.shape[1] for part in parts)
+    whole = copy(parts[0])
+    whole.examples = [example for part in parts for example in part.examples]
+    for name, x in vars(whole).items():
+        if not isinstance(x, Tensor):
+            continue
+        columns = [getattr(part, name) for part in parts]
+        if name in Rollout.PROMPT_FIELDS:
+            columns = [F.pad(x, (P - x.shape[1], 0)) for x in columns]
+        if name in Rollout.TOKEN_FIELDS:
+            columns = [F.pad(x, (0, T - x.shape[1])) for x in columns]
+        setattr(whole, name, torch.cat(columns))
+    return whole
 
 
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
+class TokenLogprobs(torch.autograd.Function):
+    """token_logprobs of n tokens, a slice at a time: of the size of the logits (n, V), there is no other tensor."""
+
+    @staticmethod
+    def forward(ctx, logits, tokens, temperature):
+        """Log-probabilities (n,), and entropies (n,), which have no gradient."""
+        size = max(1, 2**24 // logits.shape[1])  # tokens in a slice of 64 MB
+        both = []
+        for x, token in zip(logits.split(size), tokens[:, None].split(size)):
+            log_softmax = (x.float() / temperature).log_softmax(1)
+            logprobs = log_softmax.gather(1, token).squeeze(1)
+            entropy = -log_softmax.exp().mul_(log_softmax).sum(1)
+            both.append(torch.stack([logprobs, entropy]))
+        logprobs, entropy = torch.cat(both, 1)
+        ctx.save_for_backward(logits, tokens, logprobs)
+        ctx.mark_non_differentiable(entropy)
+        ctx.temperature, ctx.size = temperature, size
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        """(one_hot - softmax) / temperature, times the gradient. It takes the memory of the logits: autograd would end
+        the run if another step needed them."""
+        logits, *columns = ctx.saved_tensors
+        columns = [x[:, None].split(ctx.size) for x in (*columns, grad / ctx.temperature)]
+        for x, token, logprob, slope in zip(logits.split(ctx.size), *columns):
+            scaled = x.float() / ctx.temperature
+            softmax = scaled.sub_(scaled.gather(1, token) - logprob).exp_()  # minus the log of the normaliser
+            x.copy_(softmax.mul_(-slope).scatter_add_(1, token, slope))
+        return logits, None, None
+
+
+def token_logprobs(logits, tokens, temperature=1.0):
+    """(B, T) log-probabilities of tokens under softmax(logits / temperature), from logits (B, T, V), and entropies."""
+    logprobs, entropy = TokenLogprobs.apply(logits.flatten(0, 1), tokens.flatten(), temperature)
+    return logprobs.view(tokens.shape), entropy.view(tokens.shape)
+
+
 def can_share_prompts(model, args):
     """Whether a model can read a prompt once for its rows: not if recomputed layers would fill the cache twice, or if
     layers other than attention keep a state."""
@@ -409,56 +500,58 @@ def can_share_prompts(model, args):
     return not args.gradient_checkpointing and not any(isinstance(x, LinearAttentionCacheLayerMixin) for x in layers)
 
 
-def response_forward(model, r, args):
-    """(b, T, V) logits / temperature of the response tokens, in float32. Position P-1+t of the input predicts response
-    token t, both counted from 0. A prompt is read once for its rows; the backward pass sums the gradients."""
+def logprobs_under(model, r, args):
+    """(b, T) log-probabilities of the response tokens under a model, and the entropies of its distributions. Position
+    P-1+t of the input predicts response token t, both counted from 0. A prompt is read once for its rows: the backward
+    pass sums their gradients."""
     P, T = r.prompts.shape[1], r.responses.shape[1]
     ids, mask = r.joined()  # (b, P+T) each
-    if can_share_prompts(model, args):
-        cache = DynamicCache(config=model.config)
-        first = read_prompts(model, r.prompts, r.prompt_mask, cache)  # (b, 1, V)
-        keep = torch.arange(T - 1, device=mask.device)  # the last token predicts nothing
-        rest = forward(model, r.responses, mask, past_key_values=cache, use_cache=True, logits_to_keep=keep)
-        logits = torch.cat([first, rest.logits], 1)
-    else:
-        keep = torch.arange(P - 1, P + T - 1, device=mask.device)
-        logits = forward(model, ids, mask, use_cache=False, logits_to_keep=keep).logits
-    return logits.float().div_(args.temperature)  # in place, since it is the largest tensor
-
-
-def token_logprobs(logits, tokens):
-    """(B, T) log-probability of each token under logits (B, T, V)."""
-    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
-
-
-@torch.no_grad()
-def read_logprobs(model, rollout, args):
-    """(B, T) log-probabilities of the responses under a model, read in micro-batches of b rows."""
-    logprobs = torch.zeros(rollout.mask.shape, device=args.device)
-    rows = torch.arange(len(logprobs), device=args.device)
-    for index in rollout.micro_batches(rows, args)[RANK::WORLD_SIZE]:
-        r = rollout.select(index)
+    if not can_share_prompts(model, args):
+        positions = torch.arange(P - 1, P + T - 1, device=mask.device)
         with autocast(args):
-            logits = response_forward(model, r, args)  # (b, T, V)
-        logprobs[index, : r.mask.shape[1]] = token_logprobs(logits, r.responses)
-    return all_reduce(logprobs)  # a sum: each process has zeros in the rows of the others
+            logits = forward(model, ids, mask, use_cache=False, logits_to_keep=positions).logits  # (b, T, V)
+        return token_logprobs(logits, r.responses, args.temperature)
+    cache = DynamicCache(config=model.config)
+    positions = torch.arange(T - 1, device=mask.device)  # the last token predicts nothing
+    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": positions}
+    with autocast(args):
+        first = read_prompts(model, r.prompts, r.prompt_mask, cache)  # (b, 1, V)
+        others = forward(model, r.responses, mask, **options).logits  # (b, T-1, V)
+    of_first = token_logprobs(first, r.responses[:, :1], args.temperature)
+    of_others = token_logprobs(others, r.responses[:, 1:], args.temperature)
+    return [torch.cat(columns, 1) for columns in zip(of_first, of_others)]
 
 
-def score_groups(rollout, reward_fns, tokenizer, args):
-    """Adds the rewards (B,) of each function to the rollout, and the scores (B,): the weighted sum of the rewards,
+def read_logprobs(model, rollout, args):
+    """(B, T) log-probabilities of the responses under a model, read in micro-batches."""
+    return rollout.in_micro_batches(lambda r: logprobs_under(model, r, args)[0], args)
+
+
+def reread_logprobs(policy, rollout, args):
+    """With bfloat16 or TF32, replaces the log-probabilities of the sampler, which reads token by token: its rounding
+    would matter. Returns the differences (TRL). A mean of 0.1, many times that of bfloat16, shows another model."""
+    if not args.bf16 and args.device == "cpu":
+        return {}
+    sampled = rollout.old_logprobs
+    rollout.old_logprobs = read_logprobs(policy, rollout, args)
+    differences = (rollout.old_logprobs - sampled)[rollout.mask].abs()
+    require(differences.mean() < 0.1, "sampler and trainer differ: does the model ignore its cache, or positions?")
+    name = "sampling/sampling_logp_difference"
+    return {f"{name}/mean": differences.mean().item(), f"{name}/max": differences.max().item()}
+
+
+def score_batch(rollout, reward_fns, tokenizer, args):
+    """Adds the rewards (B, K) of all functions to the rollout, and the scores (B,): the weighted sum of the rewards,
     minus the penalty for a missing stop token. A None counts as 0; if all are None, the score is the group's mean."""
-    rollout.reward_table = {name: f(rollout, tokenizer, args) for name, f in reward_fns.items()}
-    table = torch.stack(list(rollout.reward_table.values()))  # (functions, B)
-    require(not table.isinf().any(), "a function of --reward-fn returned an infinite reward")
-    weights = table.new_tensor(args.reward_weights or [1.0] * len(table))
-    scores = (table * weights[:, None]).nansum(0)
-    if args.stop_token:  # without stop tokens, no response ends
-        scores = torch.where(rollout.ended, scores, scores - args.missing_eos_penalty)
-    rollout.unscored = table[weights != 0].isnan().all(0)
-    known = scores.masked_fill(rollout.unscored, math.nan)
-    known = known.cpu().double().view(-1, rollout.k)  # a mean of equal scores is then exact
-    means = known.nanmean(1, keepdim=True).nan_to_num()  # 0 in a group without any: its advantages are 0
-    rollout.scores = known.where(known.isfinite(), means).flatten().to(scores)
+    table = torch.stack([reward_of(rollout, tokenizer, args) for reward_of in reward_fns.values()], 1)
+    weights = table.new_tensor(args.reward_weights or [1.0] * len(reward_fns))
+    scores = (table * weights).nansum(1) - args.missing_eos_penalty * ~rollout.ended
+    unscored = table[:, weights != 0].isnan().all(1)
+    groups = scores.masked_fill(unscored, math.nan).view(-1, rollout.k)
+    means = groups.cpu().double().nanmean(1, keepdim=True)  # in double, the mean of equal scores is exact
+    means = means.nan_to_num().to(groups)  # 0 in a group without any: its advantages are 0
+    rollout.reward_table = table
+    rollout.scores = groups.where(~groups.isnan(), means).flatten()
 
 
 def is_equal(scores, k):
@@ -502,26 +595,26 @@ def importance_ratio(logprobs, old_logprobs, mask, level):
     return log_ratio.exp()
 
 
-def clip_bounds(args):
+def clip_bounds(loss_type, epsilon, epsilon_high):
     """The bounds of the ratio. CISPO has only an upper bound, by default 5 (as TRL advises)."""
-    if args.loss_type == "cispo":
-        return 0.0, args.epsilon_high or 5.0
-    return 1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon)
+    if loss_type == "cispo":
+        return 0.0, epsilon_high or 5.0
+    return 1 - epsilon, 1 + (epsilon_high or epsilon)
 
 
-def surrogate_loss(ratio, logprobs, advantages, args):
+def surrogate_loss(ratio, logprobs, advantages, lower, upper, loss_type):
     """The clipped loss of each token (B, T), or of each response (B, 1) with sequence-level ratios.
 
     Its gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. CISPO keeps
     every gradient, weighted by the clipped ratio (MiniMax-M1, eq. 4; without a lower bound, as in TRL).
     """
-    clipped_ratio = ratio.clamp(*clip_bounds(args))
-    if args.loss_type == "cispo":
+    clipped_ratio = ratio.clamp(lower, upper)
+    if loss_type == "cispo":
         return -clipped_ratio.detach() * advantages * logprobs
     return torch.max(-advantages * ratio, -advantages * clipped_ratio)
 
 
-def token_weights(mask, num_rows, num_tokens, args):
+def token_weights(mask, num_rows, num_tokens, loss_type, max_length):
     """(b, T) weights of the tokens' losses. The loss of a mini-batch is the weighted sum.
 
     grpo: all responses have the same weight, so a token of a long response has a lower one, and wrong responses become
@@ -529,10 +622,10 @@ def token_weights(mask, num_rows, num_tokens, args):
     an average mini-batch (dapo, cispo). num_rows and num_tokens: of the batch / (mini-batches x processes).
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
-    if args.loss_type == "grpo":
+    if loss_type == "grpo":
         return mask / (num_rows * lengths)
-    if args.loss_type == "dr_grpo":
-        return mask / (num_rows * args.response_length)
+    if loss_type == "dr_grpo":
+        return mask / (num_rows * max_length)
     return mask / num_tokens
 
 
@@ -544,54 +637,67 @@ def k3_estimate(logprobs, ref_logprobs):
 
 
 # --- 5. Update --------------------------------------------------------------------------------------------------------
-def with_gradient_first(rollout, rows, args):
-    """This process's micro-batches of a mini-batch, and whether each needs a backward pass. Rows without gradient come
-    last, with a forward pass for the metrics. The first one always has both, so that each weight has a gradient."""
-    has_gradient = (rollout.advantages[:, 0] != 0) | (args.beta > 0)  # (B,), false where all scores are equal
-    parts = rollout.micro_batches(rows, args, has_gradient)
-    first_rows = torch.stack([index[0] for index in parts[::WORLD_SIZE]])  # if one has no gradient, no later row has it
-    needs_backward = has_gradient[first_rows].tolist()  # the device is read once
-    needs_backward[0] = True
-    return list(zip(parts[RANK::WORLD_SIZE], needs_backward))
+class Meter(Counter):
+    """Means of metrics over the real tokens of a mini-batch, in all of its micro-batches and processes."""
+
+    def add(self, metrics, mask):
+        """Adds metrics of tokens (b, T), or of responses (b, 1), where the mask (b, T) is true."""
+        for name, x in metrics.items():
+            real = mask[:, : x.shape[1]]
+            self[name] += torch.stack([masked_sum(x.detach(), real), real.sum()])
+
+    def means(self):
+        """Metric -> mean. The device is read once."""
+        sums, counts = all_reduce(torch.stack(list(self.values()))).unbind(1)
+        return dict(zip(self, (sums / counts.clamp(min=1)).tolist()))
+
+
+def needs_backward(rollout, rounds):
+    """Whether each round needs a backward pass: not if its first row has no gradient, because then none of its rows has
+    one, in any process. The first round always has one, so that each weight has a gradient."""
+    first_rows = torch.stack([parts[0][0] for parts in rounds])
+    needed = rollout.has_gradient[first_rows].tolist()  # the device is read once
+    return [True, *needed[1:]]
 
 
 def update(policy, optimizer, rollout, args):
-    """Steps 4 and 5: passes over the batch, with one optimiser step for each mini-batch. Its gradient is a weighted sum
-    over its tokens, however they are split: clip_gradient averages over processes, so the weights are those of one."""
+    """Steps 4 and 5: passes over the batch, with one optimiser step for each mini-batch. Returns the metrics.
+
+    The gradient of a mini-batch is a weighted sum over its tokens, however it is split into micro-batches and among
+    processes: gradients are averaged over processes, so the weights use the numbers of rows and tokens per process.
+    """
+    lower, upper = clip_bounds(args.loss_type, args.epsilon, args.epsilon_high)
     num_parts = args.num_mini_batches * WORLD_SIZE
     num_rows = args.batch_size / num_parts
     num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average
-    lower, upper = clip_bounds(args)
-    logs = []  # a dict for each mini-batch
+    logs = []  # the metrics of each mini-batch
     for _ in range(args.num_ppo_epochs):
         order = torch.randperm(args.batch_size).to(args.device)
-        for rows in order.split(args.batch_size // args.num_mini_batches):  # (b,) row numbers
+        for mini_batch in order.split(args.batch_size // args.num_mini_batches):  # row numbers
             optimizer.zero_grad()
-            sums = defaultdict(float)  # metric -> [sum, number of tokens]
-            for index, needs_backward in with_gradient_first(rollout, rows, args):
-                r = rollout.select(index)
+            meter = Meter()
+            total = torch.zeros((), device=args.device)  # the sum of the losses
+            rounds = rollout.rounds(mini_batch, args)
+            for parts, has_backward in zip(rounds, needs_backward(rollout, rounds)):
+                r = rollout.select(parts[RANK])
                 mask = r.loss_mask
-                with torch.set_grad_enabled(needs_backward), autocast(args):
-                    logits = response_forward(policy, r, args)  # (b, T, V)
-                log_softmax = logits.log_softmax(-1)  # as in token_logprobs, but once for the entropy, too
-                logprobs = log_softmax.gather(-1, r.responses[..., None]).squeeze(-1)  # (b, T)
-                with torch.no_grad():
-                    entropy = -log_softmax.exp().mul_(log_softmax).sum(-1)  # (b, T)
-                del logits, log_softmax  # the largest tensors of the update: the graph keeps what it needs
+                with torch.set_grad_enabled(has_backward):
+                    logprobs, entropy = logprobs_under(policy, r, args)  # (b, T) each
                 ratio = importance_ratio(logprobs, r.old_logprobs, mask, args.importance_sampling_level)  # or (b, 1)
-                losses = surrogate_loss(ratio, logprobs, r.advantages, args)
+                losses = surrogate_loss(ratio, logprobs, r.advantages, lower, upper, args.loss_type)
                 kl = torch.zeros_like(logprobs)
                 if args.beta:
                     kl = k3_estimate(logprobs, r.ref_logprobs.where(mask, logprobs))  # 0 outside the loss
-                    kl = kl * ratio  # its gradient is then an unbiased estimate of the gradient of the KL (TRL, 1.13)
-                weights = token_weights(mask, num_rows, num_tokens, args)  # (b, T)
+                    kl = kl * ratio  # so that its gradient is an unbiased estimate of the KL's (DeepSeek-V3.2)
+                weights = token_weights(mask, num_rows, num_tokens, args.loss_type, args.response_length)  # (b, T)
                 loss = masked_sum((losses + args.beta * kl) * weights, mask)
-                if needs_backward:
+                if has_backward:
                     loss.backward()
+                total += loss.detach()
                 is_low = (ratio < lower) & (r.advantages < 0)  # clipped: no gradient from the advantage, but with cispo
                 is_high = (ratio > upper) & (r.advantages > 0)
                 log_ratio = logprobs - r.old_logprobs
-                seen = {
+                metrics = {
                     "kl": kl,
                     "entropy": entropy,
                     "val/ratio": ratio,
@@ -601,21 +707,18 @@ def update(policy, optimizer, rollout, args):
                     "policy/approxkl_avg": 0.5 * log_ratio**2,
                     "policy/first_ratio_error": (log_ratio.exp() - 1).abs(),
                 }
-                for name, x in seen.items():  # (b, T), or (b, 1) with sequence-level ratios
-                    where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)
-                    sums[name] += torch.stack([masked_sum(x.detach(), where), where.sum()])
-                sums["loss"] += torch.stack([loss.detach(), torch.zeros_like(loss)]) / WORLD_SIZE
-            totals, counts = all_reduce(torch.stack(list(sums.values()))).unbind(1)
-            means = totals / counts.clamp(min=1)
-            log = dict(zip(sums, means.tolist()))
-            log["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
-            if math.isfinite(log["grad_norm"]):  # otherwise the step would turn the weights into NaN
+                meter.add(metrics, mask)
+            log = meter.means()
+            norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)
+            log["loss"], log["grad_norm"] = torch.stack([all_reduce(total) / WORLD_SIZE, norm]).tolist()
+            log["val/skipped_steps"] = not math.isfinite(log["grad_norm"])
+            if not log["val/skipped_steps"]:  # otherwise the step would turn the weights into NaN
                 optimizer.step()
             logs.append(log)
     optimizer.zero_grad()
-    stats = {name: sum(log[name] for log in logs) / len(logs) for name in logs[0]}
-    stats["policy/first_ratio_error"] = logs[0]["policy/first_ratio_error"]  # before any step
-    stats["val/skipped_steps"] = sum(not math.isfinite(log["grad_norm"]) for log in logs)
+    stats = {name: sum(log[name] for log in logs) / len(logs) for name in log}
+    stats["policy/first_ratio_error"] = logs[0]["policy/first_ratio_error"]  # before the first step
+    stats["val/skipped_steps"] = sum(log["val/skipped_steps"] for log in logs)
     return stats
 
 
@@ -624,6 +727,7 @@ def rollout_stats(rollout, args):
     """The metrics of a batch before the update, under TRL's names."""
     scores, ended, lengths = rollout.scores, rollout.ended, rollout.mask.sum(1).float()
     terminated = lengths[ended] if ended.any() else torch.zeros(1)
+    right = rollout.reward_table[:, 0].view(-1, rollout.k) >= 1  # by the first function
     stats = {
         "reward": scores.mean(),
         "reward_std": scores.std(),
@@ -636,71 +740,66 @@ def rollout_stats(rollout, args):
         "completions/mean_terminated_length": terminated.mean(),
         "completions/min_terminated_length": terminated.min(),
         "completions/max_terminated_length": terminated.max(),
+        f"pass@{rollout.k}": right.any(1).float().mean(),
     }
     if args.beta:
-        k1 = (rollout.old_logprobs - rollout.ref_logprobs).masked_fill(~rollout.mask, 0.0)
-        stats["objective/kl"] = k1.sum(1).mean()
-    right = next(iter(rollout.reward_table.values())).view(-1, rollout.k) >= 1  # by the first function
-    stats[f"pass@{rollout.k}"] = right.any(1).float().mean()
-    for name, rewards in rollout.reward_table.items():
+        k1 = rollout.old_logprobs - rollout.ref_logprobs
+        stats["objective/kl"] = masked_sum(k1, rollout.mask) / len(k1)
+    for spec, rewards in zip(args.reward_fn, rollout.reward_table.T):
+        name = spec.rpartition(":")[2]
         known = rewards[~rewards.isnan()]
         stats[f"rewards/{name}/mean"] = known.mean()
         stats[f"rewards/{name}/std"] = known.std()  # with Bessel's correction, as in TRL
     return {name: x.item() for name, x in stats.items()}
 
 
+def evaluate(policy, reference, reward_fns, prompts, args):
+    """Metrics of G responses to each held-out prompt, eval/NAME. The random numbers are the same in each evaluation."""
+    if not prompts:
+        return {}
+    set_seed(make_seed(args.seed, 0))
+    rollout = sample_batch(policy, prompts, args)
+    if args.beta:
+        rollout.ref_logprobs = read_logprobs(reference, rollout, args)
+    score_batch(rollout, reward_fns, policy.tokenizer, args)
+    stats = rollout_stats(rollout, args)
+    if not stats["reward_std"]:
+        tqdm.write("all held-out responses have the same score: nothing can be learned (see --reward-fn)")
+    if stats["completions/clipped_ratio"] > 0.5:
+        tqdm.write("most of the held-out responses do not end: see --response-length")
+    return {f"eval/{name}": x for name, x in stats.items()}
+
+
 def show_samples(run, rollout, tokenizer):
     """Prints four episodes, and saves their tensors for tools/xray.py."""
-    r = rollout.select(torch.arange(len(rollout.rows))[:4])
-    prompts = tokenizer.batch_decode([row["input_ids"] for row in r.rows])
+    r = rollout.select(torch.arange(len(rollout.examples))[:4])
+    prompts = tokenizer.batch_decode([example["input_ids"] for example in r.examples])
     responses = [tokenizer.decode(ids[real]) for ids, real in zip(r.responses, r.mask)]
     scores = [f"{score:.2f}" for score in r.scores.tolist()]
     run.show({"prompt": prompts, "response": responses, "score": scores}, vars(r))
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
-CURVES = "^reward$|/mean$|zero_std$|clipped_ratio$|mean_length$|^entropy$"  # metrics of curves.png
+CURVES = "reward$|/mean$|zero_std$|clipped_ratio$|mean_length$|^entropy$|pass@"  # metrics of curves.png
 
 
 def load_models(args):
-    """Loads the policy, and with --beta makes a copy, the reference. They have no dropout: rollout and loss use one
-    distribution."""
+    """Loads the policy, and with --beta makes the reference, a copy; with LoRA, it is the policy without its adapters.
+    They have no dropout: rollout and loss use one distribution."""
     policy = load_model(AutoModelForCausalLM, args.model)
-    policy.stop_token_ids = []
-    for text in args.stop_token:
-        ids = eos_tokens(policy) if text == "eos" else policy.tokenizer.encode(text, add_special_tokens=False)
-        require(text == "eos" or len(ids) == 1, f"--stop-token {text!r} is not one token of {args.model}, but {ids}")
-        policy.stop_token_ids += ids
-    print(f"a response ends at one of {policy.tokenizer.convert_ids_to_tokens(policy.stop_token_ids)}")
-    policy.generation_config.eos_token_id = policy.stop_token_ids or None  # for programs that sample from it later
-    policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
-    reference = deepcopy(policy).requires_grad_(False) if args.beta else None
-    if args.lora_r:  # trains adapters of all linear layers, and nothing else (Hu et al. 2021)
-        from peft import LoraConfig
-
-        config = LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        policy.add_adapter(config)
-    for model in filter(None, [policy, reference]):
-        place(model, args)
+    reference = None
+    if args.beta:
+        reference = deepcopy(policy).requires_grad_(False) if not args.lora_r else partial(without_adapters, policy)
+        reference.config = policy.config
+    if args.lora_r:
+        add_adapters(policy, args.lora_r)
     return policy, reference
 
 
-def load_functions(args):
-    """The functions of --reward-fn by name, each a function of (rollout, tokenizer, args)."""
-    reward_fns = {}
-    for spec in args.reward_fn:
-        file, _, name = spec.rpartition(":")
-        require(Path(file).is_file(), f"--reward-fn {spec}: should be file.py:name, of a file that exists")
-        require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
-        reward_fns[name] = partial(function_reward, load_function(file, name))
-    is_one_each = len(args.reward_weights or reward_fns) == len(reward_fns)
-    require(is_one_each, "--reward-weights needs one number for each function of --reward-fn")
-    return reward_fns
-
-
-def choose_sizes(args, policy, prompts, k):
-    """Returns the settings with learning rate and batch sizes filled in, and prints them. k: responses to a prompt."""
-    prompt_length = max(len(row["input_ids"]) for row in prompts)
+def choose_sizes(args, policy, prompts, eval_prompts):
+    """Returns the settings with learning rate and batch sizes filled in, and prints them."""
+    G = args.num_generations
+    prompt_length = max(len(row["input_ids"]) for row in prompts + eval_prompts)
     longest = prompt_length + args.response_length
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", longest)
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
@@ -710,16 +809,21 @@ def choose_sizes(args, policy, prompts, k):
     if args.lora_r:
         rate *= 10
     rate = args.learning_rate or float(f"{rate:.2g}")
-    tokens_of_a_row = args.response_length + prompt_length // k  # a prompt is read once for its k rows
-    rows = max(1, (2048 if args.device == "cpu" else 8192) // tokens_of_a_row)
-    rows = args.micro_batch_size or (rows // k * k or rows)  # whole groups, if one fits
+    tokens = min(8192, 2**29 // policy.config.get_text_config().vocab_size)  # of a pass on a GPU: at most 2**29 logits
+    tokens = 2048 if args.device == "cpu" else tokens
+    rows = max(1, tokens // (args.response_length + prompt_length // G))  # a prompt is read once for its G rows
+    rows = args.micro_batch_size or (rows // G * G or rows)  # whole groups, if one fits
+    parts = math.lcm(args.num_mini_batches * WORLD_SIZE, G * WORLD_SIZE)
     num_updates = args.total_episodes // args.batch_size
-    parts = math.lcm(args.num_mini_batches * WORLD_SIZE, k * WORLD_SIZE)
-    require(args.batch_size % parts == 0, f"{args.batch_size} responses are no multiple of {parts}: see --batch-size")
+    is_whole = args.batch_size % parts == 0
+    require(is_whole, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches and groups of {G}")
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    print(f"{num_updates} updates of {args.batch_size} responses, {rows} at a time")
-    return replace(args, learning_rate=rate, micro_batch_size=rows)
+    per_prompt = num_updates * args.batch_size / len(prompts)
+    print(f"{num_updates} updates of {args.batch_size} responses, {rows} at a time; {per_prompt:.1f} for each prompt")
+    sampled = args.local_rollout_forward_batch_size or 4 * rows
+    sizes = {"learning_rate": rate, "micro_batch_size": rows, "local_rollout_forward_batch_size": sampled}
+    return replace(args, **sizes)
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
@@ -730,19 +834,52 @@ def decode(r, tokenizer):
     P = r.prompts.shape[1]
     ids, mask = (x.cpu() for x in r.joined())  # the GPU is read once, not for each row
     texts = []
-    for row, episode, real in zip(r.rows, ids, mask.bool()):
+    for example, episode, real in zip(r.examples, ids, mask.bool()):
         prompt = tokenizer.decode(episode[:P][real[:P]], skip_special_tokens=True)
         text = tokenizer.decode(episode[real], skip_special_tokens=True).removeprefix(prompt)
-        texts.append(text.strip() if isinstance(row["prompt"], list) else text)
+        texts.append(text.strip() if isinstance(example["prompt"], list) else text)
     return texts
 
 
-def load_function(file, name):
-    """Imports a function of a Python file, which finds the files beside it."""
-    path = Path(file).resolve()
+def load_reward_fns(args, prompts):
+    """The functions of --reward-fn by name, each a function of (rollout, tokenizer, args)."""
+    columns = prompts[0].keys() - {"input_ids"} | {"prompts", "prompts_text", "completions", "completion_ids", "ended"}
+    reward_fns = {}
+    for spec in args.reward_fn:
+        file = f"{TOY.parent}/rewards/model.py:" if spec == "reward_model" else ""  # which reads texts
+        function = load_function(file + spec, "--reward-fn")
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(columns))
+        except TypeError as error:
+            sys.exit(f"error: --reward-fn {spec}: {error}; its arguments are {', '.join(sorted(columns))}")
+        reward_fns[spec.rpartition(":")[2]] = partial(function_reward, function)
+    require(len(reward_fns) == len(args.reward_fn), "--reward-fn: two functions have the same name")
+    has_weights = len(args.reward_weights) in (0, len(reward_fns))
+    require(has_weights, "--reward-weights needs one number for each function of --reward-fn")
+    return reward_fns
+
+
+def load_function(spec, flag):
+    """The function or class that file.py:name stands for."""
+    file, _, name = spec.rpartition(":")
+    require(Path(file).is_file(), f"{flag} {spec}: should be file.py:name, of a file that exists")
+    members = run_file(Path(file).resolve())
+    require(name in members, f"{flag} {spec}: {file} has no {name}, only {[x for x in members if x[0] != '_']}")
+    return members[name]
+
+
+@cache
+def run_file(path):
+    """Runs a Python file once, and returns what it defines. It finds the modules beside it, before those beside files
+    that were run earlier; libraries find none of them."""
+    before = set(sys.modules)
     sys.path.insert(0, str(path.parent))
-    sys.modules.pop(path.stem, None)  # another file may have this name
-    return getattr(importlib.import_module(path.stem), name)
+    members = runpy.run_path(str(path), run_name=path.stem)
+    sys.path.append(sys.path.pop(0))
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(path.parent)):
+            del sys.modules[name]
+    return members
 
 
 def function_reward(function, rollout, tokenizer, args):
@@ -753,9 +890,7 @@ def function_reward(function, rollout, tokenizer, args):
     """
     share = torch.arange(len(rollout.mask)).tensor_split(WORLD_SIZE)[RANK]
     r = rollout.select(share)
-    columns = {}
-    for name in r.rows[0]:
-        columns[name] = [deepcopy(row[name]) for row in r.rows]
+    columns = {name: [deepcopy(example[name]) for example in r.examples] for name in r.examples[0]}
     columns["prompts"] = columns["prompt"]
     columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
     columns["completions"] = decode(r, tokenizer)
@@ -766,35 +901,45 @@ def function_reward(function, rollout, tokenizer, args):
         messages = [{"role": "assistant", "content": text} for text in columns["completions"]]
         columns["completions"] = [[message] for message in messages]
     with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
-        rewards = function(**columns)
-    rewards = [math.nan if x is None else x for x in rewards]
-    require(len(rewards) == len(r.rows), f"{function.__name__} returned {len(rewards)} rewards for {len(r.rows)} rows")
-    return all_gather(torch.tensor(rewards, dtype=torch.float32, device=args.device))
+        returned = function(**columns)
+    return all_gather(read_rewards(returned, len(r.examples), function.__name__).to(args.device))
+
+
+def read_rewards(returned, n, name):
+    """(n,) the rewards that a function returned: a list, array or tensor of numbers, or None, which becomes NaN."""
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    is_list = isinstance(values, (list, tuple)) and len(values) == n
+    require(is_list, f"{name} should return a list of {n} rewards, one for each response, not {returned!r:.60}")
+    rewards = torch.full((n,), math.nan, dtype=torch.float32)
+    for i, x in enumerate(values):
+        if x is not None:
+            is_number = not isinstance(x, str) and np.ndim(x) == 0 and math.isfinite(x)
+            require(is_number, f"reward {i + 1} of {name} is neither a finite number nor None: {x!r:.60}")
+            rewards[i] = x
+    return rewards
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
-def load_prompts(args, tokenizer):
-    """The rows of the dataset, each with the ids of its prompt as `input_ids`, without prompts that are too long."""
-    rows = read_rows(args.dataset, args.dataset_config, args.dataset_train_split)
-    form = list if rows and isinstance(rows[0].get("prompt"), list) else str  # messages or texts
+def load_prompts(args, tokenizer, split):
+    """The rows of a split, each with the ids of its prompt as `input_ids`, without prompts that are too long."""
+    rows = read_rows(args, split)
+    is_chat = isinstance(rows[0].get("prompt") if rows else None, list)
 
     def text_of(row):
         """The prompt as the policy reads it. Messages are rendered up to where the assistant's answer begins."""
         prompt = row.get("prompt")
-        is_one = prompt and isinstance(prompt, form)
-        require(is_one, f"'prompt' should be a text in all rows, or messages in all rows, but this is {prompt!r:.60}")
-        if form is str:
-            return prompt
-        check_messages(prompt, last="user")
-        return render(prompt, row, tokenizer, add_generation_prompt=True)
+        if is_chat:
+            check_messages(prompt, last="user")
+            return render(prompt, row, tokenizer, add_generation_prompt=True)
+        check_text(prompt, "prompt")
+        return prompt
 
-    texts = parse(rows, text_of, args.dataset)
-    for row, ids in zip(rows, encode(texts, tokenizer, is_chat=form is list)):
-        row["input_ids"] = ids
-    prompts = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
-    print(f"{len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
-    require(prompts, f"{args.dataset} has no prompts to train on (recipes/data.py converts csv and others)")
-    print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
+    ids = encode(parse(rows, text_of, f"{args.dataset}, {split}"), tokenizer, is_chat)
+    prompts = [row | {"input_ids": x} for row, x in zip(rows, ids) if len(x) <= args.max_prompt_length]
+    require(prompts or not rows, f"the shortest prompt has {min(map(len, ids), default=0)} tokens: --max-prompt-length")
+    print(f"{split}: {len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
+    for row in prompts[:1]:
+        print(f"the first one, as the policy reads it: {tokenizer.decode(row['input_ids'])!r}")
     return prompts
 
 
@@ -810,54 +955,97 @@ def parse(rows, function, where):
     for number, row in enumerate(rows, 1):
         try:
             parsed.append(function(row))
-        except (SystemExit, ValueError, TypeError, TemplateError) as error:
+        except (SystemExit, ValueError, TemplateError) as error:
             reason = str(error).removeprefix("error: ")
             sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
 
 
-def read_rows(name, config, split):
-    """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub. Values stay as they are in the file. Without such a split, an empty list. train[:9] is the first nine rows."""
-    import datasets
+def check_name(name, flag):
+    """Refuses a missing folder, which the library would look for on the hub: a path, or below a folder that exists."""
+    is_path = name.startswith((".", "/", "~")) or Path(Path(name).parts[0]).is_dir()
+    require(Path(name).exists() or not is_path, f"{flag} {name}: there is no such file or folder")
 
+
+def read_rows(args, split):
+    """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is that of training), or of a
+    split on the hub; [] if there is no test split. All rows have the same columns: None where the file has no value."""
+    name = args.dataset
+    check_name(name, "--dataset")
     path = Path(name)
-    part, _, end = str(split).partition("[:")
-    files = [path] if path.suffix in (".jsonl", ".parquet") and path.is_file() and part == "train" else []
-    files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
-    if files and files[0].suffix == ".jsonl":
-        with open(files[0], "rb") as lines:
-            rows = parse(lines, json.loads, files[0])
-    elif files:
-        rows = datasets.Dataset.from_parquet(str(files[0])).to_list()
-    elif not path.exists() and part in datasets.get_dataset_split_names(name, config):
-        rows = datasets.load_dataset(name, config, split=part).to_list()
+    if path.is_file():
+        splits = {args.dataset_train_split: path}
+    elif path.is_dir():
+        splits = {file.stem: file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet")}
     else:
+        import datasets
+
+        splits = dict.fromkeys(datasets.get_dataset_split_names(name, args.dataset_config), path)
+    if split not in splits and split != args.dataset_train_split:
         return []
-    print(f"{split}: reads {(files + [name])[0]}")
-    return rows[: int(end[:-1])] if end else rows
+    require(split in splits, f"{name} has no {split}.jsonl or {split}.parquet, only the splits {list(splits)}")
+    file = splits[split]
+    if file.suffix == ".jsonl":
+        rows = parse(file.read_bytes().splitlines(), pydantic.TypeAdapter(dict).validate_json, file)
+    elif file.suffix == ".parquet":
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    else:
+        require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
+        rows = datasets.load_dataset(name, args.dataset_config, split=split).to_list()
+    if file.suffix != ".jsonl":
+        rows = json.loads(json.dumps(rows), object_hook=without_nulls)
+    require(rows, f"{file} has no rows")
+    SOURCES[split] = f"{len(rows)} rows of {file}"
+    print(f"{split}: {SOURCES[split]}")
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [{column: row.get(column) for column in columns} for row in rows]
+
+
+def without_nulls(x):
+    """An object without the nulls that the schema of a parquet file puts where a row has no such key."""
+    return {key: value for key, value in x.items() if value is not None}
+
+
+def check_text(text, column):
+    """Refuses what is no text, is empty, or is a conversation as JSON text."""
+    is_text = isinstance(text, str) and text.strip() and not re.match(r'\s*\[\s*{\s*"(role|content)"', text)
+    require(is_text, f"{column!r} should be a text in all rows, or messages in all rows, but this is {text!r:.60}")
 
 
 def check_messages(messages, last):
     """Refuses what is not a list of {role, content} that ends with a message of the role `last`."""
+    require(isinstance(messages, list) and messages, f"these are no messages, as in other rows: {messages!r:.60}")
     for message in messages:
         is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
         require(is_message, f"a message has a role and a content, but this is {message!r:.60}")
         require(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
         is_text = isinstance(message["content"], str) and message["content"].strip()
         require(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
-    require(messages and messages[-1]["role"] == last, f"the last message is not one of the {last}")
+    require(messages[-1]["role"] == last, f"the last message is not one of the {last}")
 
 
 def render(messages, row, tokenizer, **options):
     """Renders messages with the chat template, which gets the row's `tools` and `chat_template_kwargs` (as in TRL).
     Refuses a row of which the template leaves something out."""
     require(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
-    options |= row.get("chat_template_kwargs") or {}
-    text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options)
+    settings = row.get("chat_template_kwargs") or {}
+    is_plain = isinstance(settings, dict) and "chat_template" not in settings
+    require(is_plain, f"chat_template_kwargs should be an object, without a template: {settings!r:.60}")
+    text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options | settings)
     for message in messages:
         require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
     return text
+
+
+@cache
+def turn_end(tokenizer):
+    """What the chat template writes behind an answer, and its part up to the token that ends the turn, such as
+    <|im_end|>, or else EOS. A placeholder shows it: an answer could hold these texts."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "PLACEHOLDER"}]
+    _, _, tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("PLACEHOLDER")
+    tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    ends = [tail.index(token) + len(token) for token in tokens if token in tail]
+    return tail, tail[: min(ends)] if ends else tokenizer.eos_token
 
 
 def encode(texts, tokenizer, is_chat=False):
@@ -870,12 +1058,16 @@ def encode(texts, tokenizer, is_chat=False):
     adds_eos = not is_chat and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
     if adds_eos:
         rows = [ids[:-1] for ids in rows]
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # GPT-2, which knows every text, has one for both
+    for number, (text, ids) in enumerate(zip(texts, rows), 1):
+        require(unknown.isdisjoint(ids), f"row {number}: --model has no token for a part of {text!r:.60}")
     return rows
 
 
 def pad(rows, tokenizer, args, side="right"):
     """Pads rows of token ids to one tensor (B, S); returns it, and its mask (B, S), true on real tokens."""
-    padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt").to(args.device)
+    options = {"padding_side": side, "return_attention_mask": True, "return_tensors": "pt"}
+    padded = tokenizer.pad({"input_ids": rows}, **options).to(args.device)
     return padded["input_ids"].long(), padded["attention_mask"].bool()
 
 
@@ -886,31 +1078,67 @@ def shuffled(n, seed, number):
 
 
 def make_seed(*numbers):
-    """One seed from several numbers. The draws of a step do not depend on the steps before it."""
+    """One seed from several numbers; zeros at the end do not count. The draws of a step depend on no other step."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 # --- Models -----------------------------------------------------------------------------------------------------------
+def load_tokenizer(name):
+    """Loads a tokenizer from a folder or the hub."""
+    check_name(name, "--model")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has no EOS token, which ends a text")
+    return tokenizer
+
+
 def load_model(auto_class, name, new_weights=()):
     """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
     missing, which the library would draw at random; those of a new head may be."""
     require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: see tools/merge.py")
+    tokenizer = load_tokenizer(name)
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
+    require(not hasattr(model.config, "quantization_config"), f"{name} is quantised: use the model that it was made of")
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
     require(not wrong, f"{name} is not a {type(model).__name__}: weights are missing or unexpected: {list(wrong)[:3]}")
-    model.tokenizer = AutoTokenizer.from_pretrained(name)
-    if model.tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
-        model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since padding is masked
+    if tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
+        tokenizer.pad_token = tokenizer.eos_token  # any token will do, since padding is masked
+    model.tokenizer = tokenizer
     return model.eval()
 
 
-def eos_tokens(model):
-    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>. Only added tokens
-    count, since a config's default can be any token."""
+def find_stop_tokens(model, is_chat):
+    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>, if they are added
+    tokens, since a config's default can be any token; in conversations also the end of the chat template's turns."""
+    tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
-    ids = {model.tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
-    return sorted(ids & model.tokenizer.added_tokens_decoder.keys())
+    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
+    ids &= tokenizer.added_tokens_decoder.keys()
+    if is_chat:
+        ids.add(tokenizer.encode(turn_end(tokenizer)[1], add_special_tokens=False)[-1])
+    print(f"a text ends at one of {tokenizer.convert_ids_to_tokens(sorted(ids))}")
+    return sorted(ids)
+
+
+def set_generation(model, temperature):
+    """Sets how other programs sample from the saved model: as the run does, and nothing else of what it came with."""
+    ids = {"eos_token_id": model.stop_token_ids, "pad_token_id": model.tokenizer.pad_token_id}
+    model.generation_config = GenerationConfig(do_sample=True, temperature=temperature, top_k=0, **ids)
+
+
+def add_adapters(model, r):
+    """Freezes a model, and adds trained adapters of rank r to all of its linear layers (LoRA, Hu et al. 2021)."""
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig(r=r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def without_adapters(model, **inputs):
+    """The output of a model with LoRA as it was before training, without a copy: its adapters are scaled by 0."""
+    from peft.helpers import rescale_adapter_scale
+
+    with rescale_adapter_scale(model, 0.0):
+        return model(**inputs)
 
 
 class OneTypeCache(StaticCache):
@@ -928,22 +1156,31 @@ def autocast(args):
 
 # --- Processes
 def start(args):
-    """Joins the processes of torchrun, if it started this one, and configures the libraries."""
+    """Makes the folder of the run, joins the processes of torchrun, and configures the libraries. Returns the settings
+    with the folder."""
+    name = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder = Path(args.resume or args.output_dir or name)
+    if not RANK and not args.resume:
+        folder.mkdir(parents=True, exist_ok=True)
+        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb"}  # of a run without a step
+        require(not others, f"--output-dir {folder} has files: {sorted(others)[:3]}")
+    device_type = torch.device(args.device).type
+    if "RANK" in os.environ and not dist.is_initialized():
+        if device_type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "gloo"  # sums on the CPU, too, decide when a run ends
+        if device_type != "cpu":
+            backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # a process may wait for a slow reward function
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     set_seed(args.seed)  # all processes draw the same new weights
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
-    if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if args.device != "cpu":
+    if device_type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    elif sys.platform == "linux" and WORLD_SIZE == 1:
-        # glibc keeps freed memory: with a large vocabulary, asking the system again takes up to half of the time
-        glibc = ctypes.CDLL(None)
-        glibc.mallopt(-4, 0)  # M_MMAP_MAX
-        glibc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group(timeout=timedelta(hours=2))  # a process may wait for a slow reward function
+    elif args.bf16 and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        print("--bf16 is several times slower on this CPU, which has no AVX-512 BF16")
+    return replace(args, output_dir=str(folder))
 
 
 def all_reduce(x):
@@ -963,67 +1200,95 @@ def all_gather(x):
 
 
 def place(model, args):
-    """Moves a model to the device. Recomputes its layers, or runs them in bfloat16, as the settings say."""
+    """Moves a model to the device. Recomputes its layers, or runs them in bfloat16, as the settings say. With several
+    processes, each keeps a share of its weights, gradients and moments (ZeRO, 1910.02054), by torch's fully_shard."""
     is_trained = any(p.requires_grad for p in model.parameters())
-    for layer in model.modules():
-        if not isinstance(layer, GradientCheckpointingLayer):
-            continue
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
         if args.gradient_checkpointing and is_trained:
             recompute_activations(layer)
         for module in layer.modules():
             if args.bf16 and isinstance(module, nn.Linear) and not module.weight.requires_grad:
                 module.bfloat16()  # once: autocast would cast a frozen weight at each use
+    if WORLD_SIZE > 1 and (is_trained or args.zero_stage == 3):
+        mesh = dist.init_device_mesh(torch.device(args.device).type, (WORLD_SIZE,))
+        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
+        for module in layers + roots:
+            fully_shard(module, mesh=mesh, reshard_after_forward=args.zero_stage == 3)
     model.to(args.device)
 
 
+def shards(model):
+    """The parts of a model that are divided among processes."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def gathered(model, args):
+    """Within this context, each process has all weights of a model: they are sent once, not for each token."""
+    for module in shards(model):
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    yield
+    for module in shards(model):
+        module.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
+        module.reshard()
+
+
 def clip_gradient(parameters, max_norm):
-    """Averages the gradient over processes, clips it to max_norm, and returns its norm before."""
-    for p in parameters:
-        if WORLD_SIZE > 1 and p.grad is not None:
-            dist.all_reduce(p.grad)
-            p.grad /= WORLD_SIZE
-    return nn.utils.clip_grad_norm_(parameters, max_norm)
+    """Clips the gradient, which is averaged over processes, to max_norm, and returns its norm before."""
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if WORLD_SIZE > 1 else norm
 
 
 # --- The run
 class Run:
     """The output of a run: progress bar, metrics.jsonl, W&B, samples, checkpoints, and at the end model and curves.
-    `carry` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
+    `state` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
-    def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
+    def __init__(self, args, num_steps, optimizer, schedule, state, **models):
         self.args = args
         self.num_steps = num_steps
         self.optimizer = optimizer
-        self.carry = carry
+        self.state = state
         self.models = nn.ModuleDict(models)
         self.step = 0
         self.stop_requested = False
         self.saved_at = time.time()
-        script = Path(__file__).stem
-        new_folder = f"runs/{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.output = Path(args.resume or args.output_dir or new_folder)  # only process 0 writes to it
+        self.shown = {}  # metrics beside the bar
+        self.output = Path(args.output_dir)  # only process 0 writes to it
+        self.lock = FileLock(self.output / ".lock")  # until the process ends
+        if not RANK:
+            self.lock.acquire(timeout=0)  # or another run writes to the folder
         if args.resume:
             self.restore()
         for _ in range(self.step):
             schedule.step()
+        optimizer.register_step_post_hook(self.reshard)
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True, disable=RANK > 0)
         self.wandb = None
         if RANK:
             return
-        self.output.mkdir(parents=True, exist_ok=bool(args.resume))
-        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        self.file = open(self.output / "metrics.jsonl", "a")
+        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
+        about = {"revision": revision, "data": SOURCES}
+        (self.output / "args.json").write_text(json.dumps(asdict(args) | about, indent=2))
         if args.track:
             import wandb
 
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
             self.wandb = wandb.init(**options)
 
+    def reshard(self, *_):
+        """After an optimiser step, the weights that a pass has gathered are old."""
+        for module in shards(self.models):
+            module.reshard()
+
     def steps(self):
-        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the
-        current step."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
+        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
+        after the current step."""
+        numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
+        handlers = [signal.signal(number, self.on_signal) for number in numbers]
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
             self.step_started = time.perf_counter()
@@ -1034,16 +1299,25 @@ class Run:
             self.stop_requested = stops > 0  # in any process
             if stops or lates or self.step % self.args.save_steps == 0:
                 self.save()
+        for number, handler in zip(numbers, handlers):
+            signal.signal(number, handler)
+
+    def on_signal(self, number, _):
+        """Ends the run after this step; a second signal of the kind ends it at once."""
+        self.stop_requested = True
+        signal.signal(number, signal.SIG_DFL)
+        self.bar.write(f"{signal.Signals(number).name}: ends after this step, with a checkpoint. Once more: ends now")
 
     def log(self, stats, *shown):
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
         stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
-        values = {name.split("/")[-1]: stats[name] for name in shown}
-        self.bar.set_postfix(values, refresh=False)
-        self.bar.update()
+        self.shown |= {name.replace("objective/", ""): stats[name] for name in shown if name in stats}
+        self.bar.set_postfix(self.shown, refresh=False)
+        self.bar.update(self.step - self.bar.n)
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
-            print(json.dumps(line), file=self.file, flush=True)
+            with open(self.output / "metrics.jsonl", "a") as file:
+                print(json.dumps(line), file=file)
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
@@ -1066,41 +1340,50 @@ class Run:
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
         self.saved_at = time.time()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
+        num_bytes = (self.output / "metrics.jsonl").stat().st_size
+        saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
+        saved |= {"weights": weights, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
-        weights = {name: p.data for name, p in self.models.named_parameters() if p.requires_grad}
-        state = {"step": self.step, "carry": self.carry, "weights": weights, "optimizer": self.optimizer.state_dict()}
-        torch.save(state, folder / "unfinished.pt")
-        (folder / "unfinished.pt").rename(folder / f"step-{self.step:08d}.pt")
+        unfinished = folder / "unfinished.pt"
+        try:
+            torch.save(saved, unfinished)
+        except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
+            unfinished.unlink(missing_ok=True)
+            sys.exit(f"error: no checkpoint could be written to {folder}. Is the disk full? {error}")
+        unfinished.rename(folder / f"step-{self.step:08d}.pt")
         files = sorted(folder.glob("step-*.pt"))
         for old in files[: -(self.args.save_total_limit or 1)]:
             old.unlink()
 
     def restore(self):
-        """Continues from the newest checkpoint."""
+        """Continues from the newest checkpoint, with the settings of this run."""
         found = sorted(self.output.glob("checkpoints/step-*.pt"))
-        require(found, f"{self.output} has no checkpoint (see --save-steps and --save-total-limit)")
+        require(found, f"{self.output} has no checkpoint, or is finished (see --save-steps and --save-total-limit)")
         print(f"reading {found[-1]} (if it is damaged, remove it)")
-        state = torch.load(found[-1], map_location="cpu", weights_only=True)
-        self.models.load_state_dict(state["weights"], strict=False)  # it has the trained weights alone
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
-        self.carry.update(state["carry"])
+        saved = torch.load(found[-1], map_location="cpu", weights_only=True)
+        options = StateDictOptions(full_state_dict=True, strict=False)  # it has the trained weights alone
+        _, optimizer = get_state_dict(self.models, self.optimizer, options=options)
+        optimizer["state"] = saved["moments"]
+        both = {"model_state_dict": saved["weights"], "optim_state_dict": optimizer}
+        wrong = set_state_dict(self.models, self.optimizer, **both, options=options).unexpected_keys
+        require(not wrong, f"the model has no weights of these names, which the checkpoint has: {wrong[:3]}")
+        self.step = saved["step"]
+        self.state.update(saved["state"])
         if not RANK:
-            file = self.output / "metrics.jsonl"
-            lines = file.read_text().splitlines(keepends=True)
-            file.write_text("".join(lines[: self.step]))  # one line for each step
+            os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
 
     def finish(self):
         """Saves the model, the model card and the curves."""
         self.bar.close()
+        save_model(self.models["model"], self.output)
         if RANK:
             return
-        save_model(self.models["model"], self.output)
-        self.file.close()
-        describe(self.output, self.args)
+        describe(self.output, self.args, self.step)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
@@ -1110,38 +1393,53 @@ class Run:
 
 def save_model(model, folder):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter alone (see tools/merge.py)."""
-    model.save_pretrained(folder)
-    model.config.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
+    weights = None
+    if WORLD_SIZE > 1:  # gathers the shares of all processes
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(model, options=options)
+        weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
+    if not RANK:
+        model.save_pretrained(folder, state_dict=weights)
+        model.config.save_pretrained(folder)
+        model.tokenizer.save_pretrained(folder)
 
 
-def describe(folder, args):
+def describe(folder, args, step):
     """Writes curves.png, with a panel for each metric of CURVES, and README.md, the model card."""
     import pandas
 
-    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    lines.index += 1  # steps count from 1
-    curves = lines.filter(regex=CURVES).astype(float)
-    axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-")
+    lines = pandas.read_json(folder / "metrics.jsonl", lines=True).astype(float)
+    lines.index += step + 1 - len(lines)  # the last line is that of the last step
+    curves = lines.filter(regex=CURVES).interpolate(limit_area="inside")  # between evaluations
+    pairs = [(name, f"eval/{name}") for name in curves if f"eval/{name}" in curves]  # in one panel
+    styles = ["-" if name.startswith("eval/") else "." for name in curves]
+    axes = curves.plot(subplots=pairs or True, layout=(-1, 3), figsize=(15, 8), style=styles, xlabel="step")
     axes.flat[0].figure.savefig(folder / "curves.png", bbox_inches="tight")
-    settings = (folder / "args.json").read_text()
-    card = f"---\ntags: [{Path(__file__).stem}]\n---\nTrained from {args.model or 'scratch'} on {args.dataset}.\n"
-    card += f"## Settings\n```\n{settings}\n```\n## Last metrics\n```\n{lines.ffill().iloc[-1].to_string()}\n```\n"
-    (folder / "README.md").write_text(card)
+    base = "" if Path(args.model or "").exists() else f"base_model: {args.model}\n"
+    card = f"---\n{base}library_name: transformers\ntags: [{Path(__file__).stem}]\n---\n"
+    card += f"Trained from {args.model or 'scratch'} on {', '.join(SOURCES.values())}.\n"
+    card += f"\n![curves](curves.png)\n\n```\n{(folder / 'args.json').read_text()}\n```\n"
+    (folder / "README.md").write_text(card.replace(f"{TOY.parent}/", ""))
 
 
 def read_command_line():
-    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line."""
+    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line. It
+    runs files of code only if the command line names them: someone else may have written the folder."""
     read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
-    args = read()
-    if args.resume:
-        file = Path(args.resume, "args.json")
-        require(file.exists(), f"--resume {args.resume}: there is no run in this folder")
-        args = read(default=Args(**json.loads(file.read_text())))
+    given = read()
+    if not given.resume:
+        return given
+    file = Path(given.resume, "args.json")
+    require(file.exists(), f"--resume {given.resume}: there is no run in this folder")
+    args = read(default=Args(**json.loads(file.read_text())))
+    code = getattr(args, "reward_fn", None), getattr(args, "env", None)
+    is_named = code == (getattr(given, "reward_fn", None), getattr(given, "env", None))
+    require(is_named, f"--resume: give --reward-fn or --env again, since they name code: {code}")
     return args
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks ends no run
     if RANK:
         sys.stdout = open(os.devnull, "w")  # only process 0 prints
     train(read_command_line())
