@@ -765,6 +765,7 @@ def load_reward_fns(args, prompts):
     """The functions of --reward-fn by name, each a function of (rollout, tokenizer, args)."""
     columns = prompts[0].keys() - {"input_ids"} | {"prompts", "prompts_text", "completions", "completion_ids", "ended"}
     reward_fns = {}
+    run_file.cache_clear()  # of an earlier run in this process
     for spec in args.reward_fn:
         file = f"{TOY.parent}/rewards/model.py:" if spec == "reward_model" else ""  # which reads texts
         function = load_function(file + spec, "--reward-fn")
@@ -833,7 +834,8 @@ def read_rewards(returned, n, name):
     rewards = torch.full((n,), math.nan, dtype=torch.float32)
     for i, x in enumerate(values):
         if x is not None:
-            is_number = not isinstance(x, str) and np.ndim(x) == 0 and math.isfinite(x)
+            x = x.tolist() if hasattr(x, "tolist") else x  # a number of NumPy or torch
+            is_number = isinstance(x, (int, float)) and math.isfinite(x)
             require(is_number, f"reward {i + 1} of {name} is neither a finite number nor None: {x!r:.60}")
             rewards[i] = x
     return rewards
@@ -1266,7 +1268,8 @@ class Run:
             return
         num_bytes = (self.output / "metrics.jsonl").stat().st_size
         saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
-        saved |= {"weights": weights, "moments": optimizer["state"]}
+        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]
+        saved |= {"weights": {name: weights[name] for name in trained}, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
         unfinished = folder / "unfinished.pt"
