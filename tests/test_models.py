@@ -56,9 +56,9 @@ def test_rollouts_are_plain_forward_passes(kind):
     with torch.no_grad():
         responses, *_ = ppo.sample(policy, prompts, mask, uniforms()[:, :4], 0.9)
         policy.stop_token_ids = [responses[0, 3].item()]  # so that at least one row leaves the batch on the way
-        r = ppo.Rollout(prompts, mask, *ppo.sample(policy, prompts, mask, uniforms(), 0.9), rows=[])
+        r = ppo.Rollout(prompts, mask, *ppo.sample(policy, prompts, mask, uniforms(), 0.9), examples=[])
         assert r.ended.any()
-        read = ppo.logprobs_under(policy, r, ppo.Args(temperature=0.9, device="cpu"))
+        read, _ = ppo.logprobs_under(policy, r, ppo.Args(temperature=0.9, device="cpu"))
         for i in range(6):
             real = r.mask[i]
             response = r.responses[i][real]
@@ -143,20 +143,20 @@ def test_a_causal_model_or_two_labels_are_no_reward_model(saved, tiny, tmp_path)
 @pytest.mark.filterwarnings("ignore")  # peft speaks of what is not ours to change
 def test_an_adapter_changes_the_policy_and_not_the_reference(kind, saved):
     args = ppo.Args(model=saved(kind), lora_r=1, micro_batch_size=6, temperature=0.9, device="cpu")
-    policy, reference, *_ = ppo.load_models(args)
+    policy, reference = ppo.load_models(args)
     rollout = tiny_rollout(policy)
 
-    def logprobs(model=policy):
-        return rollout.in_micro_batches(lambda r: ppo.logprobs_under(model, r, args), args)
+    def logprobs(model):
+        return ppo.read_logprobs(model, rollout, args)
 
     before = logprobs(AutoModelForCausalLM.from_pretrained(args.model))
-    torch.testing.assert_close(logprobs(), before)  # an adapter begins as nothing
+    torch.testing.assert_close(logprobs(policy), before)  # an adapter begins as nothing
     trained = [name for name, p in policy.named_parameters() if p.requires_grad]
     assert trained and all("lora" in name for name in trained)
     for name, p in policy.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(p)
-    assert not torch.allclose(logprobs(), before)
+    assert not torch.allclose(logprobs(policy), before)
     torch.testing.assert_close(logprobs(reference), before)
 
 

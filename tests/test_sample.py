@@ -75,9 +75,9 @@ def test_micro_batches_give_results_in_the_order_of_the_rows(policy, size):
 
     def logprobs(part):
         assert part.prompt_mask.sum(1).max() == part.prompts.shape[1] < r.prompts.shape[1]
-        assert len(part.rows) == len(part.mask)
+        assert len(part.examples) == len(part.mask)
         sizes.append(len(part.mask))
-        return ppo.logprobs_under(policy, part, args)
+        return ppo.logprobs_under(policy, part, args)[0]
 
     joined = r.in_micro_batches(logprobs, args)
     torch.testing.assert_close(joined[r.mask], r.old_logprobs[r.mask], rtol=1e-4, atol=1e-4)

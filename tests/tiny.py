@@ -61,4 +61,4 @@ def tiny_rollout(policy, stop=STOP, pad=PAD):
     policy.stop_token_ids = [stop]
     policy.tokenizer = SimpleNamespace(pad_token_id=pad)
     drawn = ppo.sample(policy, prompts, mask, uniforms(), 0.9)
-    return ppo.Rollout(prompts, mask, *drawn, rows=list("abcdef"))
+    return ppo.Rollout(prompts, mask, *drawn, examples=list("abcdef"))
