@@ -11,7 +11,7 @@ An environment starts from a row of the data. The policy pi, a language model, w
 and so on, until the episode is over. For each batch of rows, G episodes from each (`num_generations`):
   1. play       one stream of tokens per episode: the policy samples y_t ~ pi(. | all tokens before), at the given
                 temperature, up to a stop token; then the environment's answer is appended, and so on
-  2. score      the sum of the rewards of all turns
+  2. score      the sum of the rewards of all turns; with `beta`, ref_logprobs of a frozen copy of the first pi
   3. advantage  A_i = (score_i - mean of its group) / standard deviation of the batch (`scale_rewards`, `credit`)
   4. loss       ratio_t = pi(y_t) / pi_old(y_t), where pi_old is the policy of step 1;
                 loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps_high)) [+ beta ratio_t KL_t];
@@ -42,40 +42,49 @@ Papers: GRPO 2402.03300; several turns: RAGEN 2504.20073, Search-R1 2503.09516; 
       --num-generations 8 --batch-size 64 --response-length 1024 --max-turns 6
 """
 
-import ctypes
-import importlib
 import json
 import math
 import os
+import re
+import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
-from functools import partial
+from datetime import datetime, timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
+import pyarrow.parquet
 import pydantic
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
+from filelock import FileLock
 from jinja2 import TemplateError
 from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache, get_scheduler, logging, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, StaticCache
+from transformers import get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
+SOURCES = {}  # split -> what was read, for args.json and the model card
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
 RANK = int(os.environ.get("RANK", 0))
@@ -98,7 +107,7 @@ def alias(*flags):
 class Args:
     # --- GRPO ---
     num_generations: Annotated[int, Field(ge=2)] = 32  # G, episodes per row; more: a better baseline
-    credit: Literal["episode", "turn"] = "episode"  # one advantage per episode, or per turn
+    credit: Literal["episode", "turn"] = "episode"  # one advantage per episode, or per turn (then scaled by the batch)
     # divides advantages by: the standard deviation of the group or batch; the group's mean (MaxRL, for scores of 0 or
     # more); 1 (none, Dr. GRPO)
     scale_rewards: Literal["group", "batch", "mean", "none"] = "batch"
@@ -110,14 +119,15 @@ class Args:
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     beta: NonNegative = 0.0  # weight of the KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
     mask_truncated_completions: bool = False  # exclude episodes that a limit cut off from the loss (DAPO)
-    # --- Episodes ---
+    # --- Rollout ---
     env: str = f"{TOY}/guess/make.py:Game"  # file.py:name of a class, with step(text) -> answer, reward, is_over
     response_length: Annotated[Count, alias("--max-completion-length")] = 24  # maximum tokens per episode, answers too
     max_turns: Count | None = None  # maximum turns of the policy in an episode
     temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
     local_rollout_forward_batch_size: Count | None = None  # episodes played at once; by default 4 x micro_batch_size
     # --- Optimisation ---
-    learning_rate: Positive | None = None  # by default from the policy's size, and ten times as high with LoRA
+    # by default from the policy's size, and ten times as high with LoRA
+    learning_rate: Annotated[Positive | None, alias("--lr")] = None
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "linear"  # TRL's
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate warms up from 0
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
@@ -132,18 +142,22 @@ class Args:
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
+    zero_stage: Literal[2, 3] = 2  # with several processes, each holds a share of gradients and moments; 3: of weights
     # --- Data. A row has `prompt`, a text or messages that end with the user's; the environment gets all columns ---
-    max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
-    # folder of SPLIT.jsonl or SPLIT.parquet, one such file, or a name on the hub
+    # folder of SPLIT.jsonl, or hub name
     dataset: Annotated[str, alias("--dataset-name")] = f"{TOY}/guess/data/prompts"
     dataset_config: Annotated[str | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
     dataset_train_split: str = "train"  # split to train on
+    dataset_test_split: str | None = "validation"  # split to evaluate on, if there is one
+    max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
     # --- Run ---
     seed: Natural = 1  # seed of episodes, order of rows, mini-batches, and adapters
     total_episodes: Count = 51_200  # number of episodes to train on
     output_dir: str | None = None  # folder for all output; by default a new folder runs/SCRIPT__SEED__TIME
     resume: Annotated[str | None, alias("--resume-from-checkpoint")] = None  # folder of a run to continue
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
+    eval_steps: Count = 10  # updates between evaluations; there is one before the first update and after the last
+    num_eval_prompts: Natural = 16  # held-out rows of an evaluation, with G episodes from each; 0 for none
     save_steps: Count = 10  # updates between checkpoints, which hold the full state of the run
     save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
     num_sample_generations: Natural = 10  # how often to print four episodes, besides after update 1 (TRL)
@@ -153,38 +167,45 @@ class Args:
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 def train(args):
     """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
-    start(args)
+    is_scaled = args.credit == "episode" or args.scale_rewards == "batch"
+    require(is_scaled, "--scale-rewards: --credit turn divides by the standard deviation of the batch")
+    args = start(args)
+    tokenizer = load_tokenizer(args.model)
+    prompts = load_prompts(args, tokenizer, args.dataset_train_split)
+    eval_prompts = load_prompts(args, tokenizer, args.dataset_test_split)[: args.num_eval_prompts]
+    environment = load_function(args.env, "--env")
     policy, reference = load_models(args)
-    prompts = load_prompts(args, policy.tokenizer)
-    args = choose_sizes(args, policy, prompts)  # from here on, all sizes are set
-    B = args.batch_size
-    G = args.num_generations
+    policy.environment = environment
+    policy.stop_token_ids = find_stop_tokens(policy, is_chat=isinstance(prompts[0]["prompt"], list))
+    set_generation(policy, args.temperature)
+    for model in (policy, reference):
+        if isinstance(model, nn.Module):
+            place(model, args)
+    args = choose_sizes(args, policy, prompts, eval_prompts)  # from here on, all sizes are set
+    B, G = args.batch_size, args.num_generations
     num_updates = args.total_episodes // B
     passes = range(1 + args.total_episodes // (G * len(prompts)))
-    order = []
-    for number in passes:
-        order += shuffled(len(prompts), args.seed, number)
+    order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
-    options = {
-        "betas": args.adam_betas,
-        "eps": args.adam_epsilon,
-        "weight_decay": args.weight_decay,
-        "fused": True,  # ten times as fast on a CPU
-    }
-    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **options)
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(weights, args.learning_rate, **options)  # fused: ten times as fast on a CPU
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
     run = Run(args, num_updates, optimizer, schedule, {}, model=policy)
+    if run.step == 0 and eval_prompts:
+        run.log(evaluate(policy, reference, eval_prompts, args), "eval/reward", "eval/turns")
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
 
-        # 1. Play, and 2. score
-        numbers = order[(step - 1) * B // G : step * B // G]
-        rows = [prompts[i] for i in numbers for _ in range(G)]
-        rollout = play_batch(policy, rows, args)
-        if args.bf16 or args.device != "cpu":  # the sampler reads token by token: its rounding would matter
-            rollout.old_logprobs = read_logprobs(policy, rollout, args)
+        # 1. Play
+        examples = [prompts[i] for i in order[(step - 1) * B // G : step * B // G]]
+        rollout = sample_batch(policy, examples, args)
+
+        # 2. Score
+        stats = reread_logprobs(policy, rollout, args)
         if args.beta:
             rollout.ref_logprobs = read_logprobs(reference, rollout, args)
+        rollout.scores = rollout.rewards.sum(1)
 
         # 3. Advantage
         require(args.scale_rewards != "mean" or rollout.scores.min() >= 0, "--scale-rewards mean needs scores >= 0")
@@ -196,16 +217,17 @@ def train(args):
             rollout.loss_mask = rollout.written & rollout.ended[:, None]
 
         # 4. Loss, and 5. update
-        stats = update(policy, optimizer, rollout, args)
-        stats |= rollout_stats(rollout, G)
+        stats |= update(policy, optimizer, rollout, args)
         is_one = step > 1 or stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
         require(is_one, "the first ratio is not 1: does the model ignore the attention mask, or have dropout?")
 
-        stats["learning_rate"] = optimizer.param_groups[0]["lr"]
-        stats["episode"] = step * B
-        run.log(stats, "reward", "turns")
+        stats |= rollout_stats(rollout, args)
+        stats |= {"learning_rate": optimizer.param_groups[0]["lr"], "episode": step * B}
+        if run.is_due(args.eval_steps):
+            stats |= evaluate(policy, reference, eval_prompts, args)
+        run.log(stats, "reward", "turns", "eval/reward", "eval/turns")
         if args.num_sample_generations and (step == 1 or run.is_due(num_updates // args.num_sample_generations)):
-            show_samples(run, rollout, policy.tokenizer)
+            show_samples(run, rollout, tokenizer)
         schedule.step()
     run.finish()
 
@@ -213,8 +235,7 @@ def train(args):
 # --- 1. Play ----------------------------------------------------------------------------------------------------------
 @dataclass
 class Rollout:
-    """A batch of episodes: B prompts, and the stream that follows each of them. Later steps add their results: scores
-    (B,), ref_logprobs (B, T) with --beta, and advantages (B, 1), or (B, T) with --credit turn."""
+    """A batch of episodes: B prompts, and the stream that follows each. A field is None until its step has run."""
 
     prompts: Tensor  # (B, P), left-padded
     prompt_mask: Tensor  # (B, P), true on real tokens
@@ -225,10 +246,19 @@ class Rollout:
     turn: Tensor  # (B, T), number of turns that the policy has finished
     rewards: Tensor  # (B, T), the reward of a turn, on its last token
     ended: Tensor  # (B,), true if the environment ended the episode, after a stop token
-    rows: list[dict]  # the B rows of the dataset
+    examples: list[dict]  # the B rows of the dataset
+    ref_logprobs: Tensor | None = None  # (B, T), under the reference, with --beta
+    scores: Tensor | None = None  # (B,), the sum of the rewards
+    advantages: Tensor | None = None  # (B, 1), or (B, T) with --credit turn
+    loss_mask: Tensor | None = None  # (B, T), true on tokens that are in the loss
+
+    # the fields that `select` cuts to the tokens that are left
+    PROMPT_FIELDS = ("prompts", "prompt_mask")
+    TOKEN_FIELDS = ("responses", "old_logprobs", "mask", "written", "turn", "rewards")
+    TOKEN_FIELDS += ("ref_logprobs", "advantages", "loss_mask")
 
     def joined(self):
-        """Ids and attention mask (B, P+T) of prompts and streams, as a model reads them."""
+        """Ids and attention mask (B, P+T) of prompts and responses, as a model reads them."""
         ids = torch.cat([self.prompts, self.responses], 1)
         mask = torch.cat([self.prompt_mask, self.mask], 1)
         return ids, mask.long()
@@ -238,14 +268,14 @@ class Rollout:
         P = self.prompt_mask[index].sum(1).max().item()
         T = self.mask[index].sum(1).max().item()
         part = copy(self)
-        part.rows = [self.rows[i] for i in index.tolist()]
+        part.examples = [self.examples[i] for i in index.tolist()]
         for name, x in vars(self).items():
             if not isinstance(x, Tensor):
                 continue
             x = x[index]
-            if name in ("prompts", "prompt_mask"):
+            if name in self.PROMPT_FIELDS:
                 x = x[:, -P:]
-            elif x.dim() == 2:
+            if name in self.TOKEN_FIELDS:
                 x = x[:, :T]
             setattr(part, name, x)
         return part
@@ -257,6 +287,16 @@ class Rollout:
         num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))  # equal in all processes
         return index.tensor_split(num_rounds * WORLD_SIZE)[RANK::WORLD_SIZE]
 
+    @torch.no_grad()
+    def in_micro_batches(self, function, args):
+        """Applies a function without gradient to micro-batches of b episodes. Joins its results (b, T) to (B, T)."""
+        joined = torch.zeros(self.mask.shape, device=args.device)
+        for index in self.micro_batches(torch.arange(len(joined), device=args.device), args):
+            with autocast(args):
+                x = function(self.select(index))
+            joined[index, : x.shape[1]] = x
+        return all_reduce(joined)  # a sum: each process has zeros in the rows of the others
+
 
 def forward(model, input_ids, attention_mask, **options):
     """Output for texts (B, S), or for their newest tokens. Positions count real tokens alone."""
@@ -265,10 +305,9 @@ def forward(model, input_ids, attention_mask, **options):
 
 
 def sample_categorical(logits, uniforms):
-    """One token per row of logits (B, V), and its log-probability, from uniform numbers (B,).
-
-    The token is the first whose cumulative probability exceeds the number: with probabilities .2 .5 .3, the number .6
-    gives the second. The caller draws the numbers, so a response does not depend on the other rows or the batch size.
+    """One token per row of logits (B, V), and its log-probability, from uniform numbers (B,): the first token whose
+    cumulative probability exceeds the number. With probabilities .2 .5 .3, the number .6 gives the second one. The
+    caller draws the numbers, so a response does not depend on the other rows or the batch size.
     """
     logprobs = logits.log_softmax(1)
     cdf = logprobs.exp().cumsum(1)
@@ -278,16 +317,18 @@ def sample_categorical(logits, uniforms):
 
 
 @torch.no_grad()
-def play(policy, rows, prompts, prompt_mask, uniforms, args):
-    """Streams (B, T) after prompts (B, P), one per row of the dataset, from uniforms (B, T).
+def play(policy, examples, prompts, prompt_mask, uniforms, args):
+    """Streams (B, T) after prompts (B, P), one for each example, from uniforms (B, T).
 
     Also returns logprobs, mask, written, turn and rewards, all (B, T), and ended (B,). In each step, the next token of
     a row comes from the environment's answer, if some of it is left, and else from the policy. Tokens after the end of
     an episode do not count. Sampled tokens are never encoded again: only the answer is encoded. A turn that the end of
-    the stream cuts off goes to the game as it is, and the episode keeps its rewards.
+    the stream cuts off goes to the game as it is, and the episode keeps its rewards. Two games of the number 6:
+        stream   8  E  lower  4  E ...   At t = 1, E ends a turn: answers [["lower"], []], over [0, 1], starts [3, 2].
+                 6  E  .      .  .       So at t = 2, row 0 reads: writes [0, 0]; and at t = 3 it writes: [1, 0].
     """
     B, T = uniforms.shape
-    games = [policy.environment(deepcopy(row)) for row in rows]
+    games = [policy.environment(deepcopy(example)) for example in examples]
     answers = [[] for _ in games]  # tokens of each row's answer that are still to be added
     starts = [0] * B  # where the current turn of each row begins
     over = torch.zeros(B, dtype=torch.bool)  # whether the episode is over
@@ -298,12 +339,12 @@ def play(policy, rows, prompts, prompt_mask, uniforms, args):
     columns = []  # of logprobs, mask, written and turn, (B,) each
     stops = torch.tensor(policy.stop_token_ids)
     cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)
+    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     tokens = prompts  # (B, P), then (B, 1): the cache keeps the rest
     attention_mask = prompt_mask.long()  # (B, P), one column more after each pass
     for t in range(T):
-        output = forward(policy, tokens, attention_mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits = output.logits[:, -1].float() / args.temperature  # (B, V)
-        drawn, logprob = sample_categorical(logits, uniforms[:, t])
+        logits = forward(policy, tokens, attention_mask, **options).logits  # (B, 1, V)
+        drawn, logprob = sample_categorical(logits[:, -1].float() / args.temperature, uniforms[:, t])  # (B,) each
         writes = ~over & torch.tensor([not answer for answer in answers])  # (B,)
         columns.append((logprob.cpu(), ~over, writes, turn.clone()))
         pairs = zip(answers, drawn.tolist())
@@ -319,7 +360,7 @@ def play(policy, rows, prompts, prompt_mask, uniforms, args):
             ended[i] = is_over and stream[i, t] in stops
             over[i] = is_over or turn[i] == args.max_turns
             if not over[i]:
-                answers[i] = encode_answer(answer, games[i], rows[i], policy)
+                answers[i] = encode_answer(answer, games[i], examples[i], policy)
             starts[i] = t + 1 + len(answers[i])
         if over.all():
             break
@@ -328,7 +369,7 @@ def play(policy, rows, prompts, prompt_mask, uniforms, args):
     return [x.to(prompts.device) for x in (stream, *columns, rewards, ended)]
 
 
-def encode_answer(answer, game, row, policy):
+def encode_answer(answer, game, example, policy):
     """Token ids of an environment's answer. In a conversation, with the chat template's text around it; its role is the
     environment's `role`, by default "user".
 
@@ -336,64 +377,107 @@ def encode_answer(answer, game, row, policy):
     thought, so that a template that deletes earlier thoughts is refused: the policy has read them.
     """
     tokenizer = policy.tokenizer
-    if isinstance(row["prompt"], list):
-        turns = [*row["prompt"], {"role": "assistant", "content": "<think>\nSo?\n</think>\n\nSo."}]
-        before = render_answer(turns, row, tokenizer)  # up to and including the token that ends the turn
+    if isinstance(example["prompt"], list):
+        turns = [*example["prompt"], {"role": "assistant", "content": "<think>\nSo?\n</think>\n\nSo."}]
+        before = render_answer(turns, example, tokenizer)  # up to and including the token that ends the turn
         turns.append({"role": getattr(game, "role", "user"), "content": answer})
-        text = render(turns, row, tokenizer, add_generation_prompt=True)
-        is_stop = tokenizer.encode(before, add_special_tokens=False)[-1] in policy.stop_token_ids
-        is_fit = is_stop and text.startswith(before) and answer.strip() in text.removeprefix(before)
-        require(is_fit, "--env: the chat template changes earlier turns, has another stop token, or drops an answer")
+        text = render(turns, example, tokenizer, add_generation_prompt=True)
+        is_told = text.startswith(before) and answer.strip() in text.removeprefix(before)
+        require(is_told, "--env: the chat template changes earlier turns, or drops an answer")
         answer = text.removeprefix(before)
     return tokenizer.encode(answer, add_special_tokens=False)
 
 
-def play_batch(policy, rows, args):
-    """Steps 1 and 2: plays an episode from each row, and adds up the rewards of its turns."""
-    prompts, prompt_mask = pad([row["input_ids"] for row in rows], policy.tokenizer, args, "left")  # (B, P)
-    uniforms = torch.rand(len(rows), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
-    share = torch.arange(len(rows)).tensor_split(WORLD_SIZE)[RANK]  # row numbers of this process
+def sample_batch(policy, examples, args):
+    """Step 1: plays G episodes from each example."""
+    examples = [example for example in examples for _ in range(args.num_generations)]
+    ids = [example["input_ids"] for example in examples]
+    prompts, prompt_mask = pad(ids, policy.tokenizer, args, "left")  # (B, P)
+    uniforms = torch.rand(len(ids), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
+    share = torch.arange(len(ids)).tensor_split(WORLD_SIZE)[RANK]  # row numbers of this process
     parts = []
-    with autocast(args), torch.random.fork_rng(devices=[]):  # games may draw numbers, too
+    with autocast(args), gathered(policy, args), torch.random.fork_rng(devices=[]):  # games may draw numbers, too
         for index in share.split(args.local_rollout_forward_batch_size):
-            some = [rows[i] for i in index]
-            part = play(policy, some, prompts[index], prompt_mask[index], uniforms[index], args)
+            rows = [examples[i] for i in index]
+            part = play(policy, rows, prompts[index], prompt_mask[index], uniforms[index], args)
             parts.append(part)
-    columns = [all_gather(torch.cat(x)) for x in zip(*parts)]
-    rollout = Rollout(prompts, prompt_mask, *columns, rows)
-    rollout.scores = rollout.rewards.sum(1)
-    require(rollout.scores.isfinite().all(), "--env: a reward is not a finite number")
-    return rollout.select(torch.arange(len(rows), device=prompts.device))  # all rows, without padding columns
+    columns = [all_gather(torch.cat(x)) for x in zip(*parts)]  # the streams, and what play returns with them
+    rollout = Rollout(prompts, prompt_mask, *columns, examples)
+    require(rollout.rewards.isfinite().all(), "--env: a reward is not a finite number")
+    return rollout.select(torch.arange(len(ids), device=prompts.device))  # all rows, without padding columns
 
 
-# --- Log-probabilities ------------------------------------------------------------------------------------------------
-def response_forward(model, r, args):
-    """(b, T, V) logits / temperature of the response tokens, in float32.
+# --- 2. Score ---------------------------------------------------------------------------------------------------------
+class TokenLogprobs(torch.autograd.Function):
+    """token_logprobs of n tokens, a slice at a time: of the size of the logits (n, V), there is no other tensor."""
 
-    Position P-1+t of the input predicts response token t, both counted from 0.
-    """
+    @staticmethod
+    def forward(ctx, logits, tokens, temperature):
+        """Log-probabilities (n,), and entropies (n,), which have no gradient."""
+        size = max(1, 2**24 // logits.shape[1])  # tokens in a slice of 64 MB
+        both = []
+        for x, token in zip(logits.split(size), tokens[:, None].split(size)):
+            log_softmax = (x.float() / temperature).log_softmax(1)
+            logprobs = log_softmax.gather(1, token).squeeze(1)
+            entropy = -log_softmax.exp().mul_(log_softmax).sum(1)
+            both.append(torch.stack([logprobs, entropy]))
+        logprobs, entropy = torch.cat(both, 1)
+        ctx.save_for_backward(logits, tokens, logprobs)
+        ctx.mark_non_differentiable(entropy)
+        ctx.temperature, ctx.size = temperature, size
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        """(one_hot - softmax) / temperature, times the gradient. It takes the memory of the logits: autograd would end
+        the run if another step needed them."""
+        logits, *columns = ctx.saved_tensors
+        columns = [x[:, None].split(ctx.size) for x in (*columns, grad / ctx.temperature)]
+        for x, token, logprob, slope in zip(logits.split(ctx.size), *columns):
+            scaled = x.float() / ctx.temperature
+            softmax = scaled.sub_(scaled.gather(1, token) - logprob).exp_()  # minus the log of the normaliser
+            x.copy_(softmax.mul_(-slope).scatter_add_(1, token, slope))
+        return logits, None, None
+
+
+def token_logprobs(logits, tokens, temperature=1.0):
+    """(B, T) log-probabilities of tokens under softmax(logits / temperature), from logits (B, T, V), and entropies."""
+    logprobs, entropy = TokenLogprobs.apply(logits.flatten(0, 1), tokens.flatten(), temperature)
+    return logprobs.view(tokens.shape), entropy.view(tokens.shape)
+
+
+def logprobs_under(model, r, args):
+    """(b, T) log-probabilities of the response tokens under a model, and the entropies of its distributions. Position
+    P-1+t of the input predicts response token t, both counted from 0."""
     P, T = r.prompts.shape[1], r.responses.shape[1]
-    keep = torch.arange(P - 1, P + T - 1, device=r.mask.device)
-    logits = forward(model, *r.joined(), use_cache=False, logits_to_keep=keep).logits
-    return logits.float().div_(args.temperature)  # in place, since it is the largest tensor
+    positions = torch.arange(P - 1, P + T - 1, device=r.mask.device)
+    with autocast(args):
+        logits = forward(model, *r.joined(), use_cache=False, logits_to_keep=positions).logits  # (b, T, V)
+    return token_logprobs(logits, r.responses, args.temperature)
 
 
-def token_logprobs(logits, tokens):
-    """(B, T) log-probability of each token under logits (B, T, V)."""
-    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
-
-
-@torch.no_grad()
 def read_logprobs(model, rollout, args):
-    """(B, T) log-probabilities of the responses under a model, read in micro-batches of b rows."""
-    logprobs = torch.zeros(rollout.mask.shape, device=args.device)
-    rows = torch.arange(len(logprobs), device=args.device)
-    for index in rollout.micro_batches(rows, args):
-        r = rollout.select(index)
-        with autocast(args):
-            logits = response_forward(model, r, args)  # (b, T, V)
-        logprobs[index, : r.mask.shape[1]] = token_logprobs(logits, r.responses)
-    return all_reduce(logprobs)  # a sum: each process has zeros in the rows of the others
+    """(B, T) log-probabilities of the responses under a model, read in micro-batches."""
+    return rollout.in_micro_batches(lambda r: logprobs_under(model, r, args)[0], args)
+
+
+def reread_logprobs(policy, rollout, args):
+    """With bfloat16 or TF32, replaces the log-probabilities of the sampler, which reads token by token: its rounding
+    would matter. Returns the differences (TRL). A mean of 0.1, many times that of bfloat16, shows another model."""
+    if not args.bf16 and args.device == "cpu":
+        return {}
+    sampled = rollout.old_logprobs
+    rollout.old_logprobs = read_logprobs(policy, rollout, args)
+    differences = (rollout.old_logprobs - sampled)[rollout.written].abs()
+    require(differences.mean() < 0.1, "sampler and trainer differ: does the model ignore its cache, or positions?")
+    name = "sampling/sampling_logp_difference"
+    return {f"{name}/mean": differences.mean().item(), f"{name}/max": differences.max().item()}
+
+
+def is_equal(scores, k):
+    """(B/k,) true where all k scores of a group are equal: then no response is better than another."""
+    groups = scores.view(-1, k)
+    return (groups == groups[:, :1]).all(1)
 
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
@@ -439,114 +523,140 @@ def masked_sum(x, mask):
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, lower, upper):
-    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger.
-
-    The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. If it left in
-    the other direction, the loss is not clipped, and its gradient moves the ratio back.
-    """
+    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger. There the gradient is
+    0: the ratio has left the clip range in the direction that the advantage favours."""
     ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(lower, upper)
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
 
 
-def token_weights(mask, num_rows, num_tokens, args):
+def token_weights(mask, num_rows, num_tokens, loss_type, max_length):
     """(b, T) weights of the tokens' losses. The loss of a mini-batch is the weighted sum.
 
     grpo: all episodes have the same weight, so a token of a long one has a lower one. In the others, all tokens have
     the same weight: a constant (dr_grpo), or 1 / tokens of an average mini-batch (dapo).
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
-    if args.loss_type == "grpo":
+    if loss_type == "grpo":
         return mask / (num_rows * lengths)
-    if args.loss_type == "dr_grpo":
-        return mask / (num_rows * args.response_length)
+    if loss_type == "dr_grpo":
+        return mask / (num_rows * max_length)
     return mask / num_tokens
 
 
+def k3_estimate(logprobs, ref_logprobs):
+    """(B, T) estimate of KL(policy || reference) from the sampled token alone, by k3, which is unbiased and never
+    negative (Schulman 2020, "Approximating KL")."""
+    log_ratio = logprobs - ref_logprobs
+    return torch.expm1(-log_ratio) + log_ratio
+
+
 # --- 5. Update --------------------------------------------------------------------------------------------------------
+class Meter(Counter):
+    """Means of metrics over the real tokens of a mini-batch, in all of its micro-batches and processes."""
+
+    def add(self, metrics, mask):
+        """Adds metrics of tokens (b, T), or of responses (b, 1), where the mask (b, T) is true."""
+        for name, x in metrics.items():
+            real = mask[:, : x.shape[1]]
+            self[name] += torch.stack([masked_sum(x.detach(), real), real.sum()])
+
+    def means(self):
+        """Metric -> mean. The device is read once."""
+        sums, counts = all_reduce(torch.stack(list(self.values()))).unbind(1)
+        return dict(zip(self, (sums / counts.clamp(min=1)).tolist()))
+
+
 def update(policy, optimizer, rollout, args):
-    """Steps 4 and 5: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch.
+    """Steps 4 and 5: passes over the batch, with one optimiser step for each mini-batch. Returns the metrics.
 
     The gradient of a mini-batch is a weighted sum over its tokens, however it is split into micro-batches and among
-    processes: clip_gradient averages over processes, so the weights use the numbers of rows and tokens per process.
+    processes: gradients are averaged over processes, so the weights use the numbers of rows and tokens per process.
     """
     bounds = 1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon)
     num_parts = args.num_mini_batches * WORLD_SIZE
     num_rows = args.batch_size / num_parts
     num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average
-    logs = []  # means over the tokens of each mini-batch
-    num_skipped = args.num_ppo_epochs * args.num_mini_batches
+    logs = []  # the metrics of each mini-batch
     for _ in range(args.num_ppo_epochs):
         order = torch.randperm(args.batch_size).to(args.device)
-        for rows in order.tensor_split(args.num_mini_batches):  # (b,) row numbers
+        for mini_batch in order.split(args.batch_size // args.num_mini_batches):  # row numbers
             optimizer.zero_grad()
-            sums = Counter()
-            for index in rollout.micro_batches(rows, args):
+            meter = Meter()
+            for index in rollout.micro_batches(mini_batch, args):
                 r = rollout.select(index)
-                with autocast(args):
-                    logits = response_forward(policy, r, args)  # (b, T, V)
-                log_softmax = logits.log_softmax(-1)  # as in token_logprobs, but once for the entropy, too
-                logprobs = log_softmax.gather(-1, r.responses[..., None]).squeeze(-1)  # (b, T)
-                with torch.no_grad():
-                    entropy = -log_softmax.exp().mul_(log_softmax).sum(-1)  # (b, T)
-                del logits, log_softmax  # the largest tensors of the update: the graph keeps what it needs
-                losses, ratio, clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, r.loss_mask, *bounds)
-                kl = torch.zeros_like(losses)  # (b, T)
-                if args.beta:  # Schulman's k3, times the ratio, so that its gradient is that of the KL
-                    k1 = (logprobs - r.ref_logprobs).masked_fill(~r.loss_mask, 0.0)
-                    kl = (torch.expm1(-k1) + k1) * ratio
-                weights = token_weights(r.loss_mask, num_rows, num_tokens, args)  # (b, T)
-                loss = masked_sum((losses + args.beta * kl) * weights, r.loss_mask)
+                mask = r.loss_mask
+                logprobs, entropy = logprobs_under(policy, r, args)  # (b, T) each
+                losses, ratio, clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, mask, *bounds)
+                kl = torch.zeros_like(logprobs)
+                if args.beta:
+                    kl = k3_estimate(logprobs, r.ref_logprobs.where(mask, logprobs))  # 0 outside the loss
+                    kl = kl * ratio  # so that its gradient is an unbiased estimate of the KL's (DeepSeek-V3.2)
+                weights = token_weights(mask, num_rows, num_tokens, args.loss_type, args.response_length)  # (b, T)
+                loss = masked_sum((losses + args.beta * kl) * weights, mask)
                 loss.backward()
-                seen = {
+                metrics = {
                     "kl": kl,
                     "entropy": entropy,
                     "val/ratio": ratio,
                     "clip_ratio/region_mean": clipped,
                     "policy/first_ratio_error": (ratio - 1).abs(),
-                    "tokens": torch.ones_like(ratio),
                 }
-                sums.update({name: masked_sum(x.detach(), r.loss_mask) for name, x in seen.items()})  # a Counter adds
-            reduced = all_reduce(torch.stack(list(sums.values()))).tolist()
-            sums = dict(zip(sums, reduced))
-            log = {name: x / max(1, sums["tokens"]) for name, x in sums.items()}
+                meter.add(metrics, mask)
+            log = meter.means()
             log["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
-            logs.append(log)
-            if math.isfinite(log["grad_norm"]):  # otherwise the step would turn the weights into NaN
+            log["val/skipped_steps"] = not math.isfinite(log["grad_norm"])
+            if not log["val/skipped_steps"]:  # otherwise the step would turn the weights into NaN
                 optimizer.step()
-                num_skipped -= 1
+            logs.append(log)
     optimizer.zero_grad()
-    stats = {name: sum(log[name] for log in logs) / len(logs) for name in seen | log if name != "tokens"}
+    stats = {name: sum(log[name] for log in logs) / len(logs) for name in log}
     stats["policy/first_ratio_error"] = logs[0]["policy/first_ratio_error"]  # before the first step
-    return stats | {"val/skipped_steps": num_skipped}
+    stats["val/skipped_steps"] = sum(log["val/skipped_steps"] for log in logs)
+    return stats
 
 
-# === End of the algorithm. Next: its metrics, then what every program of this kind needs ==============================
-def rollout_stats(rollout, G):
+# === End of the algorithm. Next: its metrics, then what every program of this kind needs =============================
+def rollout_stats(rollout, args):
     """The metrics of a batch before the update, under TRL's names."""
-    scores = rollout.scores
-    written = rollout.written
-    is_equal = scores.view(-1, G) == scores[::G, None]  # (B/G, G)
+    scores, written = rollout.scores, rollout.written
     stats = {
         "reward": scores.mean(),
         "reward_std": scores.std(),
         "objective/scores": scores.mean(),
-        "frac_reward_zero_std": is_equal.all(1).float().mean(),
+        "frac_reward_zero_std": is_equal(scores, args.num_generations).float().mean(),
         "turns": (rollout.turn * written).amax(1).add(1).float().mean(),
         "ended": rollout.ended.float().mean(),
         "completions/mean_length": written.sum(1).float().mean(),
     }
-    if hasattr(rollout, "ref_logprobs"):
+    if args.beta:
         k1 = rollout.old_logprobs - rollout.ref_logprobs
         stats["objective/kl"] = masked_sum(k1, written) / len(k1)
     return {name: x.item() for name, x in stats.items()}
 
 
+def evaluate(policy, reference, prompts, args):
+    """Metrics of G episodes from each held-out row, eval/NAME. The random numbers are the same in each evaluation."""
+    if not prompts:
+        return {}
+    set_seed(make_seed(args.seed, 0))
+    rollout = sample_batch(policy, prompts, args)
+    if args.beta:
+        rollout.ref_logprobs = read_logprobs(reference, rollout, args)
+    rollout.scores = rollout.rewards.sum(1)
+    stats = rollout_stats(rollout, args)
+    if not stats["reward_std"]:
+        tqdm.write("all held-out episodes have the same score: nothing can be learned (see --env)")
+    if stats["ended"] < 0.5:
+        tqdm.write(f"only {stats['ended']:.0%} of the held-out episodes end: see --response-length")
+    return {f"eval/{name}": x for name, x in stats.items()}
+
+
 def show_samples(run, rollout, tokenizer):
     """Prints four episodes, and saves their tensors for tools/xray.py."""
-    r = rollout.select(torch.arange(len(rollout.rows))[:4])
-    prompts = tokenizer.batch_decode([row["input_ids"] for row in r.rows])
+    r = rollout.select(torch.arange(len(rollout.examples))[:4])
+    prompts = tokenizer.batch_decode([example["input_ids"] for example in r.examples])
     episodes = [transcript(*row, tokenizer) for row in zip(r.responses, r.mask, r.written)]
     scores = [f"{score:.2f}" for score in r.scores.tolist()]
     run.show({"prompt": prompts, "episode": episodes, "score": scores}, vars(r))
@@ -564,30 +674,22 @@ CURVES = "scores$|turns$|entropy"  # metrics of curves.png
 
 
 def load_models(args):
-    """Loads the policy, its stop tokens and its environment, and with --beta makes a copy, the reference. Neither has
-    dropout: rollout and loss use one distribution."""
+    """Loads the policy, and with --beta makes the reference, a copy; with LoRA, it is the policy without its adapters.
+    They have no dropout: rollout and loss use one distribution."""
     policy = load_model(AutoModelForCausalLM, args.model)
-    policy.stop_token_ids = eos_tokens(policy)
-    policy.generation_config.eos_token_id = policy.stop_token_ids  # for programs that sample from it later
-    policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
-    file, _, name = args.env.rpartition(":")
-    require(Path(file).is_file(), f"--env {args.env}: should be file.py:name, of a file that exists")
-    policy.environment = load_function(file, name)
-    reference = deepcopy(policy).requires_grad_(False) if args.beta else None
-    if args.lora_r:  # trains adapters of all linear layers, and nothing else (Hu et al. 2021)
-        from peft import LoraConfig
-
-        config = LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        policy.add_adapter(config)
-    place(policy, args)
-    if reference is not None:
-        place(reference, args)
+    reference = None
+    if args.beta:
+        reference = deepcopy(policy).requires_grad_(False) if not args.lora_r else partial(without_adapters, policy)
+        reference.config = policy.config
+    if args.lora_r:
+        add_adapters(policy, args.lora_r)
     return policy, reference
 
 
-def choose_sizes(args, policy, prompts):
+def choose_sizes(args, policy, prompts, eval_prompts):
     """Returns the settings with learning rate and batch sizes filled in, and prints them."""
-    longest = max(len(row["input_ids"]) for row in prompts) + args.response_length
+    G = args.num_generations
+    longest = max(len(row["input_ids"]) for row in prompts + eval_prompts) + args.response_length
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", longest)
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
     size = policy.num_parameters()
@@ -596,54 +698,68 @@ def choose_sizes(args, policy, prompts):
     if args.lora_r:
         rate *= 10
     rate = args.learning_rate or float(f"{rate:.2g}")
-    num_tokens = 2048 if args.device == "cpu" else 8192
-    rows = args.micro_batch_size or max(1, num_tokens // longest)
-    parts = math.lcm(args.num_generations, args.num_mini_batches * WORLD_SIZE)
+    tokens = min(8192, 2**29 // policy.config.get_text_config().vocab_size)  # of a pass on a GPU: at most 2**29 logits
+    tokens = 2048 if args.device == "cpu" else tokens
+    rows = args.micro_batch_size or max(1, tokens // longest)
+    parts = math.lcm(args.num_mini_batches * WORLD_SIZE, G)
     num_updates = args.total_episodes // args.batch_size
-    fits = args.batch_size % parts == 0
-    require(fits, f"{args.batch_size} episodes are no multiple of {parts} (group, mini-batches x processes)")
+    is_whole = args.batch_size % parts == 0
+    require(is_whole, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches and groups of {G}")
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
     per_prompt = num_updates * args.batch_size / len(prompts)
     print(f"{num_updates} updates of {args.batch_size} episodes, {rows} at a time; {per_prompt:.1f} for each prompt")
-    sizes = {"learning_rate": rate, "micro_batch_size": rows}
-    sizes["local_rollout_forward_batch_size"] = args.local_rollout_forward_batch_size or 4 * rows
+    sampled = args.local_rollout_forward_batch_size or 4 * rows
+    sizes = {"learning_rate": rate, "micro_batch_size": rows, "local_rollout_forward_batch_size": sampled}
     return replace(args, **sizes)
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
 # --- Rewards ----------------------------------------------------------------------------------------------------------
-def load_function(file, name):
-    """Imports a function of a Python file, which finds the files beside it."""
-    path = Path(file).resolve()
+def load_function(spec, flag):
+    """The function or class that file.py:name stands for."""
+    file, _, name = spec.rpartition(":")
+    require(Path(file).is_file(), f"{flag} {spec}: should be file.py:name, of a file that exists")
+    members = run_file(Path(file).resolve())
+    require(name in members, f"{flag} {spec}: {file} has no {name}, only {[x for x in members if x[0] != '_']}")
+    return members[name]
+
+
+@cache
+def run_file(path):
+    """Runs a Python file once, and returns what it defines. It finds the modules beside it, before those beside files
+    that were run earlier; libraries find none of them."""
+    before = set(sys.modules)
     sys.path.insert(0, str(path.parent))
-    sys.modules.pop(path.stem, None)  # another file may have this name
-    return getattr(importlib.import_module(path.stem), name)
+    members = runpy.run_path(str(path), run_name=path.stem)
+    sys.path.append(sys.path.pop(0))
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(path.parent)):
+            del sys.modules[name]
+    return members
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
-def load_prompts(args, tokenizer):
-    """The rows of the dataset, each with the ids of its prompt as `input_ids`, without prompts that are too long."""
-    rows = read_rows(args.dataset, args.dataset_config, args.dataset_train_split)
-    form = list if rows and isinstance(rows[0].get("prompt"), list) else str  # messages or texts
+def load_prompts(args, tokenizer, split):
+    """The rows of a split, each with the ids of its prompt as `input_ids`, without prompts that are too long."""
+    rows = read_rows(args, split)
+    is_chat = isinstance(rows[0].get("prompt") if rows else None, list)
 
     def text_of(row):
         """The prompt as the policy reads it. Messages are rendered up to where the assistant's answer begins."""
         prompt = row.get("prompt")
-        is_one = prompt and isinstance(prompt, form)
-        require(is_one, f"'prompt' should be a text in all rows, or messages in all rows, but this is {prompt!r:.60}")
-        if form is str:
-            return prompt
-        check_messages(prompt, last="user")
-        return render(prompt, row, tokenizer, add_generation_prompt=True)
+        if is_chat:
+            check_messages(prompt, last="user")
+            return render(prompt, row, tokenizer, add_generation_prompt=True)
+        check_text(prompt, "prompt")
+        return prompt
 
-    texts = parse(rows, text_of, args.dataset)
-    for row, ids in zip(rows, encode(texts, tokenizer, is_chat=form is list)):
-        row["input_ids"] = ids
-    prompts = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
-    print(f"{len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
-    require(prompts, f"{args.dataset} has no prompts to train on (recipes/data.py converts csv and others)")
-    print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
+    ids = encode(parse(rows, text_of, f"{args.dataset}, {split}"), tokenizer, is_chat)
+    prompts = [row | {"input_ids": x} for row, x in zip(rows, ids) if len(x) <= args.max_prompt_length]
+    require(prompts or not rows, f"the shortest prompt has {min(map(len, ids), default=0)} tokens: --max-prompt-length")
+    print(f"{split}: {len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
+    for row in prompts[:1]:
+        print(f"the first one, as the policy reads it: {tokenizer.decode(row['input_ids'])!r}")
     return prompts
 
 
@@ -659,64 +775,105 @@ def parse(rows, function, where):
     for number, row in enumerate(rows, 1):
         try:
             parsed.append(function(row))
-        except (SystemExit, ValueError, TypeError, TemplateError) as error:
+        except (SystemExit, ValueError, TemplateError) as error:
             reason = str(error).removeprefix("error: ")
             sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
 
 
-def read_rows(name, config, split):
-    """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub. Values stay as they are in the file. Without such a split, an empty list. train[:9] is the first nine rows."""
-    import datasets
+def check_name(name, flag):
+    """Refuses a missing folder, which the library would look for on the hub: a path, or below a folder that exists."""
+    is_path = name.startswith((".", "/", "~")) or Path(Path(name).parts[0]).is_dir()
+    require(Path(name).exists() or not is_path, f"{flag} {name}: there is no such file or folder")
 
+
+def read_rows(args, split):
+    """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is that of training), or of a
+    split on the hub; [] if there is no test split. All rows have the same columns: None where the file has no value."""
+    name = args.dataset
+    check_name(name, "--dataset")
     path = Path(name)
-    part, _, end = str(split).partition("[:")
-    files = [path] if path.suffix in (".jsonl", ".parquet") and path.is_file() and part == "train" else []
-    files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
-    if files and files[0].suffix == ".jsonl":
-        with open(files[0], "rb") as lines:
-            rows = parse(lines, json.loads, files[0])
-    elif files:
-        rows = datasets.Dataset.from_parquet(str(files[0])).to_list()
-    elif not path.exists() and part in datasets.get_dataset_split_names(name, config):
-        rows = datasets.load_dataset(name, config, split=part).to_list()
+    if path.is_file():
+        splits = {args.dataset_train_split: path}
+    elif path.is_dir():
+        splits = {file.stem: file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet")}
     else:
+        import datasets
+
+        splits = dict.fromkeys(datasets.get_dataset_split_names(name, args.dataset_config), path)
+    if split not in splits and split != args.dataset_train_split:
         return []
-    print(f"{split}: reads {(files + [name])[0]}")
-    return rows[: int(end[:-1])] if end else rows
+    require(split in splits, f"{name} has no {split}.jsonl or {split}.parquet, only the splits {list(splits)}")
+    file = splits[split]
+    if file.suffix == ".jsonl":
+        rows = parse(file.read_bytes().splitlines(), pydantic.TypeAdapter(dict).validate_json, file)
+    elif file.suffix == ".parquet":
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    else:
+        require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
+        rows = datasets.load_dataset(name, args.dataset_config, split=split).to_list()
+    if file.suffix != ".jsonl":
+        rows = json.loads(json.dumps(rows), object_hook=without_nulls)
+    require(rows, f"{file} has no rows")
+    SOURCES[split] = f"{len(rows)} rows of {file}"
+    print(f"{split}: {SOURCES[split]}")
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [{column: row.get(column) for column in columns} for row in rows]
+
+
+def without_nulls(x):
+    """An object without the nulls that the schema of a parquet file puts where a row has no such key."""
+    return {key: value for key, value in x.items() if value is not None}
+
+
+def check_text(text, column):
+    """Refuses what is no text, is empty, or is a conversation as JSON text."""
+    is_text = isinstance(text, str) and text.strip() and not re.match(r'\s*\[\s*{\s*"(role|content)"', text)
+    require(is_text, f"{column!r} should be a text in all rows, or messages in all rows, but this is {text!r:.60}")
 
 
 def check_messages(messages, last):
     """Refuses what is not a list of {role, content} that ends with a message of the role `last`."""
+    require(isinstance(messages, list) and messages, f"these are no messages, as in other rows: {messages!r:.60}")
     for message in messages:
         is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
         require(is_message, f"a message has a role and a content, but this is {message!r:.60}")
         require(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
         is_text = isinstance(message["content"], str) and message["content"].strip()
         require(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
-    require(messages and messages[-1]["role"] == last, f"the last message is not one of the {last}")
+    require(messages[-1]["role"] == last, f"the last message is not one of the {last}")
 
 
 def render(messages, row, tokenizer, **options):
     """Renders messages with the chat template, which gets the row's `tools` and `chat_template_kwargs` (as in TRL).
     Refuses a row of which the template leaves something out."""
     require(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
-    options |= row.get("chat_template_kwargs") or {}
-    text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options)
+    settings = row.get("chat_template_kwargs") or {}
+    is_plain = isinstance(settings, dict) and "chat_template" not in settings
+    require(is_plain, f"chat_template_kwargs should be an object, without a template: {settings!r:.60}")
+    text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options | settings)
     for message in messages:
         require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
     return text
 
 
+@cache
+def turn_end(tokenizer):
+    """What the chat template writes behind an answer, and its part up to the token that ends the turn, such as
+    <|im_end|>, or else EOS. A placeholder shows it: an answer could hold these texts."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "PLACEHOLDER"}]
+    _, _, tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("PLACEHOLDER")
+    tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    ends = [tail.index(token) + len(token) for token in tokens if token in tail]
+    return tail, tail[: min(ends)] if ends else tokenizer.eos_token
+
+
 def render_answer(messages, row, tokenizer):
     """Renders messages up to and including the token that ends the last one, such as <|im_end|>, or else EOS."""
-    content = messages[-1]["content"].strip()
-    head, _, tail = render(messages, row, tokenizer).rpartition(content)
-    ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-    found = [end for end in ends if end in tail]
-    end = min(found, key=tail.find, default=tokenizer.eos_token)
-    return head + content + tail.partition(end)[0] + end
+    tail, end = turn_end(tokenizer)
+    text = render(messages, row, tokenizer)
+    require(text.endswith(tail), f"the chat template ends this answer in another way than others: {text[-60:]!r}")
+    return text.removesuffix(tail) + end
 
 
 def encode(texts, tokenizer, is_chat=False):
@@ -729,12 +886,16 @@ def encode(texts, tokenizer, is_chat=False):
     adds_eos = not is_chat and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
     if adds_eos:
         rows = [ids[:-1] for ids in rows]
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # GPT-2, which knows every text, has one for both
+    for number, (text, ids) in enumerate(zip(texts, rows), 1):
+        require(unknown.isdisjoint(ids), f"row {number}: --model has no token for a part of {text!r:.60}")
     return rows
 
 
 def pad(rows, tokenizer, args, side="right"):
     """Pads rows of token ids to one tensor (B, S); returns it, and its mask (B, S), true on real tokens."""
-    padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt").to(args.device)
+    options = {"padding_side": side, "return_attention_mask": True, "return_tensors": "pt"}
+    padded = tokenizer.pad({"input_ids": rows}, **options).to(args.device)
     return padded["input_ids"].long(), padded["attention_mask"].bool()
 
 
@@ -745,31 +906,67 @@ def shuffled(n, seed, number):
 
 
 def make_seed(*numbers):
-    """One seed from several numbers. The draws of a step do not depend on the steps before it."""
+    """One seed from several numbers; zeros at the end do not count. The draws of a step depend on no other step."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 # --- Models -----------------------------------------------------------------------------------------------------------
+def load_tokenizer(name):
+    """Loads a tokenizer from a folder or the hub."""
+    check_name(name, "--model")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has no EOS token, which ends a text")
+    return tokenizer
+
+
 def load_model(auto_class, name, new_weights=()):
     """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
     missing, which the library would draw at random; those of a new head may be."""
     require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: see tools/merge.py")
+    tokenizer = load_tokenizer(name)
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
+    require(not hasattr(model.config, "quantization_config"), f"{name} is quantised: use the model that it was made of")
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
     require(not wrong, f"{name} is not a {type(model).__name__}: weights are missing or unexpected: {list(wrong)[:3]}")
-    model.tokenizer = AutoTokenizer.from_pretrained(name)
-    if model.tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
-        model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since padding is masked
+    if tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
+        tokenizer.pad_token = tokenizer.eos_token  # any token will do, since padding is masked
+    model.tokenizer = tokenizer
     return model.eval()
 
 
-def eos_tokens(model):
-    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>. Only added tokens
-    count, since a config's default can be any token."""
+def find_stop_tokens(model, is_chat):
+    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>, if they are added
+    tokens, since a config's default can be any token; in conversations also the end of the chat template's turns."""
+    tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
-    ids = {model.tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
-    return sorted(ids & model.tokenizer.added_tokens_decoder.keys())
+    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
+    ids &= tokenizer.added_tokens_decoder.keys()
+    if is_chat:
+        ids.add(tokenizer.encode(turn_end(tokenizer)[1], add_special_tokens=False)[-1])
+    print(f"a text ends at one of {tokenizer.convert_ids_to_tokens(sorted(ids))}")
+    return sorted(ids)
+
+
+def set_generation(model, temperature):
+    """Sets how other programs sample from the saved model: as the run does, and nothing else of what it came with."""
+    ids = {"eos_token_id": model.stop_token_ids, "pad_token_id": model.tokenizer.pad_token_id}
+    model.generation_config = GenerationConfig(do_sample=True, temperature=temperature, top_k=0, **ids)
+
+
+def add_adapters(model, r):
+    """Freezes a model, and adds trained adapters of rank r to all of its linear layers (LoRA, Hu et al. 2021)."""
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig(r=r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def without_adapters(model, **inputs):
+    """The output of a model with LoRA as it was before training, without a copy: its adapters are scaled by 0."""
+    from peft.helpers import rescale_adapter_scale
+
+    with rescale_adapter_scale(model, 0.0):
+        return model(**inputs)
 
 
 class OneTypeCache(StaticCache):
@@ -787,22 +984,31 @@ def autocast(args):
 
 # --- Processes
 def start(args):
-    """Joins the processes of torchrun, if it started this one, and configures the libraries."""
+    """Makes the folder of the run, joins the processes of torchrun, and configures the libraries. Returns the settings
+    with the folder."""
+    name = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder = Path(args.resume or args.output_dir or name)
+    if not RANK and not args.resume:
+        folder.mkdir(parents=True, exist_ok=True)
+        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb"}  # of a run without a step
+        require(not others, f"--output-dir {folder} has files: {sorted(others)[:3]}")
+    device_type = torch.device(args.device).type
+    if "RANK" in os.environ and not dist.is_initialized():
+        if device_type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "gloo"  # sums on the CPU, too, decide when a run ends
+        if device_type != "cpu":
+            backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # a process may wait for a slow reward function
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     set_seed(args.seed)  # all processes draw the same new weights
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
-    if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if args.device != "cpu":
+    if device_type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    elif sys.platform == "linux" and WORLD_SIZE == 1:
-        # glibc keeps freed memory: with a large vocabulary, asking the system again takes up to half of the time
-        glibc = ctypes.CDLL(None)
-        glibc.mallopt(-4, 0)  # M_MMAP_MAX
-        glibc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group(timeout=timedelta(hours=2))  # a process may wait for a slow reward function
+    elif args.bf16 and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        print("--bf16 is several times slower on this CPU, which has no AVX-512 BF16")
+    return replace(args, output_dir=str(folder))
 
 
 def all_reduce(x):
@@ -822,67 +1028,95 @@ def all_gather(x):
 
 
 def place(model, args):
-    """Moves a model to the device. Recomputes its layers, or runs them in bfloat16, as the settings say."""
+    """Moves a model to the device. Recomputes its layers, or runs them in bfloat16, as the settings say. With several
+    processes, each keeps a share of its weights, gradients and moments (ZeRO, 1910.02054), by torch's fully_shard."""
     is_trained = any(p.requires_grad for p in model.parameters())
-    for layer in model.modules():
-        if not isinstance(layer, GradientCheckpointingLayer):
-            continue
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
         if args.gradient_checkpointing and is_trained:
             recompute_activations(layer)
         for module in layer.modules():
             if args.bf16 and isinstance(module, nn.Linear) and not module.weight.requires_grad:
                 module.bfloat16()  # once: autocast would cast a frozen weight at each use
+    if WORLD_SIZE > 1 and (is_trained or args.zero_stage == 3):
+        mesh = dist.init_device_mesh(torch.device(args.device).type, (WORLD_SIZE,))
+        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
+        for module in layers + roots:
+            fully_shard(module, mesh=mesh, reshard_after_forward=args.zero_stage == 3)
     model.to(args.device)
 
 
+def shards(model):
+    """The parts of a model that are divided among processes."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def gathered(model, args):
+    """Within this context, each process has all weights of a model: they are sent once, not for each token."""
+    for module in shards(model):
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    yield
+    for module in shards(model):
+        module.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
+        module.reshard()
+
+
 def clip_gradient(parameters, max_norm):
-    """Averages the gradient over processes, clips it to max_norm, and returns its norm before."""
-    for p in parameters:
-        if WORLD_SIZE > 1 and p.grad is not None:
-            dist.all_reduce(p.grad)
-            p.grad /= WORLD_SIZE
-    return nn.utils.clip_grad_norm_(parameters, max_norm)
+    """Clips the gradient, which is averaged over processes, to max_norm, and returns its norm before."""
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if WORLD_SIZE > 1 else norm
 
 
 # --- The run
 class Run:
     """The output of a run: progress bar, metrics.jsonl, W&B, samples, checkpoints, and at the end model and curves.
-    `carry` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
+    `state` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
-    def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
+    def __init__(self, args, num_steps, optimizer, schedule, state, **models):
         self.args = args
         self.num_steps = num_steps
         self.optimizer = optimizer
-        self.carry = carry
+        self.state = state
         self.models = nn.ModuleDict(models)
         self.step = 0
         self.stop_requested = False
         self.saved_at = time.time()
-        script = Path(__file__).stem
-        new_folder = f"runs/{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.output = Path(args.resume or args.output_dir or new_folder)  # only process 0 writes to it
+        self.shown = {}  # metrics beside the bar
+        self.output = Path(args.output_dir)  # only process 0 writes to it
+        self.lock = FileLock(self.output / ".lock")  # until the process ends
+        if not RANK:
+            self.lock.acquire(timeout=0)  # or another run writes to the folder
         if args.resume:
             self.restore()
         for _ in range(self.step):
             schedule.step()
+        optimizer.register_step_post_hook(self.reshard)
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True, disable=RANK > 0)
         self.wandb = None
         if RANK:
             return
-        self.output.mkdir(parents=True, exist_ok=bool(args.resume))
-        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        self.file = open(self.output / "metrics.jsonl", "a")
+        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
+        about = {"revision": revision, "data": SOURCES}
+        (self.output / "args.json").write_text(json.dumps(asdict(args) | about, indent=2))
         if args.track:
             import wandb
 
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
             self.wandb = wandb.init(**options)
 
+    def reshard(self, *_):
+        """After an optimiser step, the weights that a pass has gathered are old."""
+        for module in shards(self.models):
+            module.reshard()
+
     def steps(self):
-        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the
-        current step."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
+        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
+        after the current step."""
+        numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
+        handlers = [signal.signal(number, self.on_signal) for number in numbers]
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
             self.step_started = time.perf_counter()
@@ -893,16 +1127,25 @@ class Run:
             self.stop_requested = stops > 0  # in any process
             if stops or lates or self.step % self.args.save_steps == 0:
                 self.save()
+        for number, handler in zip(numbers, handlers):
+            signal.signal(number, handler)
+
+    def on_signal(self, number, _):
+        """Ends the run after this step; a second signal of the kind ends it at once."""
+        self.stop_requested = True
+        signal.signal(number, signal.SIG_DFL)
+        self.bar.write(f"{signal.Signals(number).name}: ends after this step, with a checkpoint. Once more: ends now")
 
     def log(self, stats, *shown):
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
         stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
-        values = {name.split("/")[-1]: stats[name] for name in shown}
-        self.bar.set_postfix(values, refresh=False)
-        self.bar.update()
+        self.shown |= {name.replace("objective/", ""): stats[name] for name in shown if name in stats}
+        self.bar.set_postfix(self.shown, refresh=False)
+        self.bar.update(self.step - self.bar.n)
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
-            print(json.dumps(line), file=self.file, flush=True)
+            with open(self.output / "metrics.jsonl", "a") as file:
+                print(json.dumps(line), file=file)
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
@@ -925,41 +1168,51 @@ class Run:
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
         self.saved_at = time.time()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
+        num_bytes = (self.output / "metrics.jsonl").stat().st_size
+        saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
+        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]
+        saved |= {"weights": {name: weights[name] for name in trained}, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
-        weights = {name: p.data for name, p in self.models.named_parameters() if p.requires_grad}
-        state = {"step": self.step, "carry": self.carry, "weights": weights, "optimizer": self.optimizer.state_dict()}
-        torch.save(state, folder / "unfinished.pt")
-        (folder / "unfinished.pt").rename(folder / f"step-{self.step:08d}.pt")
+        unfinished = folder / "unfinished.pt"
+        try:
+            torch.save(saved, unfinished)
+        except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
+            unfinished.unlink(missing_ok=True)
+            sys.exit(f"error: no checkpoint could be written to {folder}. Is the disk full? {error}")
+        unfinished.rename(folder / f"step-{self.step:08d}.pt")
         files = sorted(folder.glob("step-*.pt"))
         for old in files[: -(self.args.save_total_limit or 1)]:
             old.unlink()
 
     def restore(self):
-        """Continues from the newest checkpoint."""
+        """Continues from the newest checkpoint, with the settings of this run."""
         found = sorted(self.output.glob("checkpoints/step-*.pt"))
-        require(found, f"{self.output} has no checkpoint (see --save-steps and --save-total-limit)")
+        require(found, f"{self.output} has no checkpoint, or is finished (see --save-steps and --save-total-limit)")
         print(f"reading {found[-1]} (if it is damaged, remove it)")
-        state = torch.load(found[-1], map_location="cpu", weights_only=True)
-        self.models.load_state_dict(state["weights"], strict=False)  # it has the trained weights alone
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
-        self.carry.update(state["carry"])
+        saved = torch.load(found[-1], map_location="cpu", weights_only=True)
+        options = StateDictOptions(full_state_dict=True, strict=False)  # it has the trained weights alone
+        _, optimizer = get_state_dict(self.models, self.optimizer, options=options)
+        optimizer["state"] = saved["moments"]
+        both = {"model_state_dict": saved["weights"], "optim_state_dict": optimizer}
+        wrong = set_state_dict(self.models, self.optimizer, **both, options=options).unexpected_keys
+        require(not wrong, f"the model has no weights of these names, which the checkpoint has: {wrong[:3]}")
+        self.step = saved["step"]
+        self.state.update(saved["state"])
         if not RANK:
-            file = self.output / "metrics.jsonl"
-            lines = file.read_text().splitlines(keepends=True)
-            file.write_text("".join(lines[: self.step]))  # one line for each step
+            os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
 
     def finish(self):
         """Saves the model, the model card and the curves."""
         self.bar.close()
+        save_model(self.models["model"], self.output)
         if RANK:
             return
-        save_model(self.models["model"], self.output)
-        self.file.close()
-        describe(self.output, self.args)
+        describe(self.output, self.args, self.step)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
@@ -969,38 +1222,53 @@ class Run:
 
 def save_model(model, folder):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter alone (see tools/merge.py)."""
-    model.save_pretrained(folder)
-    model.config.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
+    weights = None
+    if WORLD_SIZE > 1:  # gathers the shares of all processes
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(model, options=options)
+        weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
+    if not RANK:
+        model.save_pretrained(folder, state_dict=weights)
+        model.config.save_pretrained(folder)
+        model.tokenizer.save_pretrained(folder)
 
 
-def describe(folder, args):
+def describe(folder, args, step):
     """Writes curves.png, with a panel for each metric of CURVES, and README.md, the model card."""
     import pandas
 
-    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    lines.index += 1  # steps count from 1
-    curves = lines.filter(regex=CURVES).astype(float)
-    axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-")
+    lines = pandas.read_json(folder / "metrics.jsonl", lines=True).astype(float)
+    lines.index += step + 1 - len(lines)  # the last line is that of the last step
+    curves = lines.filter(regex=CURVES).interpolate(limit_area="inside")  # between evaluations
+    pairs = [(name, f"eval/{name}") for name in curves if f"eval/{name}" in curves]  # in one panel
+    styles = ["-" if name.startswith("eval/") else "." for name in curves]
+    axes = curves.plot(subplots=pairs or True, layout=(-1, 3), figsize=(15, 8), style=styles, xlabel="step")
     axes.flat[0].figure.savefig(folder / "curves.png", bbox_inches="tight")
-    settings = (folder / "args.json").read_text()
-    card = f"---\ntags: [{Path(__file__).stem}]\n---\nTrained from {args.model or 'scratch'} on {args.dataset}.\n"
-    card += f"## Settings\n```\n{settings}\n```\n## Last metrics\n```\n{lines.ffill().iloc[-1].to_string()}\n```\n"
-    (folder / "README.md").write_text(card)
+    base = "" if Path(args.model or "").exists() else f"base_model: {args.model}\n"
+    card = f"---\n{base}library_name: transformers\ntags: [{Path(__file__).stem}]\n---\n"
+    card += f"Trained from {args.model or 'scratch'} on {', '.join(SOURCES.values())}.\n"
+    card += f"\n![curves](curves.png)\n\n```\n{(folder / 'args.json').read_text()}\n```\n"
+    (folder / "README.md").write_text(card.replace(f"{TOY.parent}/", ""))
 
 
 def read_command_line():
-    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line."""
+    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line. It
+    runs files of code only if the command line names them: someone else may have written the folder."""
     read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
-    args = read()
-    if args.resume:
-        file = Path(args.resume, "args.json")
-        require(file.exists(), f"--resume {args.resume}: there is no run in this folder")
-        args = read(default=Args(**json.loads(file.read_text())))
+    given = read()
+    if not given.resume:
+        return given
+    file = Path(given.resume, "args.json")
+    require(file.exists(), f"--resume {given.resume}: there is no run in this folder")
+    args = read(default=Args(**json.loads(file.read_text())))
+    code = getattr(args, "reward_fn", None), getattr(args, "env", None)
+    is_named = code == (getattr(given, "reward_fn", None), getattr(given, "env", None))
+    require(is_named, f"--resume: give --reward-fn or --env again, since they name code: {code}")
     return args
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks ends no run
     if RANK:
         sys.stdout = open(os.devnull, "w")  # only process 0 prints
     train(read_command_line())
