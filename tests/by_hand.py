@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from transformers import LlamaForCausalLM
 
-SETTINGS = dict(per_device_train_batch_size=3, gradient_accumulation_steps=2, learning_rate=1e-2, eval_steps=4)
+SETTINGS = dict(batch_size=6, micro_batch_size=3, learning_rate=1e-2, eval_steps=4)
 SETTINGS |= dict(weight_decay=0.3, num_train_epochs=1.75, warmup_ratio=0.3, max_length=36)
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
 EOS = TOKENIZER.eos_token_id

@@ -4,6 +4,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import shutil
 import sys
 from contextlib import contextmanager, suppress
@@ -45,8 +46,8 @@ def run(module, output, **settings):
     module = script(module) if isinstance(module, str) else module
     with suppress(OSError):
         Path(output).rmdir()
-    if hasattr(module.Args, "num_sample_generations"):
-        settings = {"num_sample_generations": 0} | settings
+    quiet = {"num_sample_generations": 0, "num_eval_prompts": 0}
+    settings = {name: x for name, x in quiet.items() if hasattr(module.Args, name)} | settings
     assert not settings.keys() - vars(module.Args()).keys()  # which pydantic would ignore
     module.train(module.Args(**{"device": "cpu", "output_dir": str(output)} | settings))
     return lines_of(output)
@@ -58,6 +59,13 @@ def main(module, *words):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
         module.train(module.read_command_line())
+
+
+def execute(name, *words):
+    """The same, down to the end of its file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [f"{name}.py", *map(str, words)])
+        runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
 
 
 def write_rows(file, rows):

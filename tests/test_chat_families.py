@@ -12,24 +12,27 @@ import ppo
 import reward_model
 import sft
 
-TALK = [
-    {"role": "user", "content": "The film?"},
-    {"role": "assistant", "content": "It is good."},
-    {"role": "user", "content": "Why?"},
-    {"role": "assistant", "content": "It sings."},
-]
-BAD = [*TALK[:3], TALK[1]]
+
+def talks(first, last):
+    """A conversation with these answers, and one in which the first is given twice."""
+    texts = ("The film?", first, "Why?", last)
+    talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    return talk, [*talk[:3], talk[1]]
+
+
+TALK, _ = talks("It is good.", "It sings.")
 ENDS = {"llama 3": "<|eot_id|>", "gemma 3": "<end_of_turn>", "phi 3.5": "<|end|>", "gpt-oss": "<|return|>"}
 ENDS |= {"mistral": "</s>", "olmo 2": "<|endoftext|>", "granite": "<|end_of_text|>"}  # of the others: <|im_end|>
 
 
 def read_with(tokenizer, messages, end):
     """The ids of a prompt up to where the assistant speaks, and of the last message with the token that ends it."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    marked = [*messages[:-1], {"role": "assistant", "content": "ANSWER"}]
+    head, _, _ = tokenizer.apply_chat_template(marked, tokenize=False).rpartition("ANSWER")
     prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-    head, answer, _ = text.rpartition(messages[-1]["content"])
     assert head.startswith(prompt)
-    prompt, whole = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (prompt, head + answer + end))
+    texts = prompt, head + messages[-1]["content"] + end
+    prompt, whole = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in texts)
     return prompt, whole[len(prompt) :]
 
 
@@ -41,10 +44,12 @@ def sides(script, file, tokenizer):
     return [x.tolist() for x in (pair.prompt, pair.chosen, pair.rejected)]
 
 
+@pytest.mark.parametrize("answers", [("It is good.", "It sings."), ("<", "d"), ("n", "end"), (">", "s")])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_scripts_read_one_conversation_alike(family, tmp_path):
+def test_all_scripts_read_one_conversation_alike(family, answers, tmp_path):
     """Each answer is a text for sft.py: with labels behind the prompt that a rollout has, up to the token that ends the
-    turn. Prompt and answer may stand apart, or in one conversation."""
+    turn, of which an answer may be a part. Prompt and answer may stand apart, or in one conversation."""
+    TALK, BAD = talks(*answers)
     tokenizer, end = make_tokenizer(family), ENDS.get(family, "<|im_end|>")
     (first, good), (asked, best), (_, bad) = (read_with(tokenizer, talk, end) for talk in (TALK[:2], TALK, BAD))
 
@@ -53,9 +58,9 @@ def test_all_scripts_read_one_conversation_alike(family, tmp_path):
 
     args = ppo.Args(dataset=file(*({"prompt": TALK[:n]} for n in (1, 3))))
     assert [row["input_ids"].tolist() for row in ppo.load_prompts(args, tokenizer)] == [first, asked]
-    talk = dict(messages=[*TALK, {"role": "user", "content": "Thanks."}])
+    whole_talk = dict(messages=[*TALK, {"role": "user", "content": "Thanks."}])
     for row, answers in (
-        (talk, [(first, good), (asked, best)]),
+        (whole_talk, [(first, good), (asked, best)]),
         (dict(prompt=TALK[:3], completion=TALK[3:]), [(asked, best)]),
     ):
         args = sft.Args(dataset=file(row))
@@ -70,18 +75,24 @@ def test_all_scripts_read_one_conversation_alike(family, tmp_path):
             assert sides(script, data, tokenizer) == [asked, best, bad]
 
 
-@pytest.mark.parametrize("family", slow_but(["llama 3", "gpt-oss"], FAMILIES))
-def test_a_policy_of_each_family_trains_and_stops_where_its_turns_end(family, tmp_path):
+CASES = [*((family, "ppo") for family in FAMILIES), ("phi 3.5", "rloo"), ("phi 3.5", "grpo")]
+
+
+@pytest.mark.parametrize("family, name", slow_but([("gpt-oss", "ppo"), ("phi 3.5", "ppo")], CASES))
+def test_a_policy_of_each_family_trains_and_stops_where_its_turns_end(family, name, tmp_path):
     """What is saved stops at the tokens that the makers name, and at the one that ends a turn."""
     policy, _ = save_family(family, tmp_path)
     tokenizer, end = make_tokenizer(family), ENDS.get(family, "<|im_end|>")
+    stops = {*FAMILIES[family].stops.split(), FAMILIES[family].eos, end}
+    if family == "phi 3.5":  # the template alone says that a turn ends with <|end|>
+        (tmp_path / "policy/generation_config.json").unlink()
+        stops = {FAMILIES[family].eos, end}
     (tmp_path / "r.py").write_text("def f(completion_ids, **_):\n    return [float(sum(x)) for x in completion_ids]")
     settings = dict(total_episodes=8, response_length=8, reward_fn=(f"{tmp_path}/r.py:f",), num_ppo_epochs=1)
     settings |= dict(model=policy, dataset=write_rows(tmp_path / "d.jsonl", [{"prompt": TALK[:3]}] * 8), batch_size=8)
     with tokens_read() as read:
-        run(ppo, tmp_path / "run", **settings)
+        run(name, tmp_path / "run", **settings)
     assert is_in(read_with(tokenizer, TALK, end)[0], read)
-    stops = {*FAMILIES[family].stops.split(), FAMILIES[family].eos, end}
     left = GenerationConfig.from_pretrained(tmp_path / "run").eos_token_id
     assert set(tokenizer.convert_tokens_to_ids([*stops])) == {*([left] if isinstance(left, int) else left)}
 

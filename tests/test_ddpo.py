@@ -21,6 +21,7 @@ import ddpo
 
 TINY = dict(sample_num_steps=3, sample_batch_size=4, sample_num_batches_per_epoch=2, num_epochs=2)
 TINY |= dict(train_batch_size=4, train_gradient_accumulation_steps=1)
+KL = TINY | dict(kl_coef=1e-9)  # without one, the KL is not computed
 
 # --- A denoising step -------------------------------------------------------------------------------------------------
 
@@ -51,8 +52,8 @@ def test_a_step_is_that_of_diffusers(kind, config):
 
 
 SCHEDULERS = {  # with files that say little, and nothing of `clip_sample`
-    "EulerDiscreteScheduler": [999, 666, 333, 0],
-    "DPMSolverMultistepScheduler": [999, 749, 500, 250],
+    "EulerDiscreteScheduler": [750, 500, 250, 0],
+    "DPMSolverMultistepScheduler": [750, 500, 250, 0],
     "PNDMScheduler": [751, 501, 251, 1],
 }
 
@@ -63,8 +64,8 @@ def pipeline_of(folder):
 
 @pytest.mark.parametrize("name", slow_but(["PNDMScheduler"], SCHEDULERS))
 def test_other_schedulers(name, tmp_path):
-    """Latents are not clipped, steps are spaced as the scheduler does it, each leads to the time of the next one, and
-    the run leaves the scheduler that it found."""
+    """Latents are not clipped, each step leads to the time of the next one, and the run leaves the scheduler that it
+    found."""
     shutil.copytree(TOY, tmp_path / "sd")
     index = (tmp_path / "sd/model_index.json").read_text()
     (tmp_path / "sd/model_index.json").write_text(index.replace("DDIMScheduler", name))
@@ -90,8 +91,8 @@ def test_other_schedulers(name, tmp_path):
 
 def test_a_run_whose_first_ratio_is_off_ends(tmp_path):
     """Sampling with one model and training another is not seen in the reward. A run that has trained goes on."""
-    chain, args = toy_chain()
-    for change in (2e-4, math.nan):
+    for change, cliprange in ((2e-4, 1e-2), (2e-5, 1e-5), (math.nan, 1e-4)):
+        chain, args = toy_chain(train_clip_range=cliprange)
         rollout = toy_rollout(chain, args)
         rollout.old_logprobs[1:] += change
         stats = ddpo.update(chain, torch.optim.SGD(trained(chain)), rollout, args)
@@ -119,8 +120,8 @@ def test_the_kl_is_that_of_normal_distributions(lora_r):
         close(rollout.old_logprobs[:, i], logprobs.mean((1, 2, 3)), atol=1e-4)
         close(rollout.ref_means[:, i], ref_mean, atol=1e-5)
     assert rollout.kl.min() > 0
-    rollout.rewards = rollout.scores[:, None]
-    close(ddpo.rollout_stats(rollout, ["only"])["objective/kl"], rollout.kl.sum() / 8)
+    rollout.reward_table = rollout.scores[:, None]
+    close(ddpo.rollout_stats(rollout, args)["objective/kl"], rollout.kl.sum() / 8)
 
 
 # --- Loss and update --------------------------------------------------------------------------------------------------
@@ -194,34 +195,66 @@ def points(images, prompts, metadata):
 
 
 def test_rewards_add_up_with_their_weights(tmp_path):
-    """What a function draws moves no number of the run's; what it does to its arguments reaches no other function."""
+    """What a function draws moves no number of the run's; what it does to its arguments reaches no other function.
+    Without a KL, the first model does not run."""
     (tmp_path / "r.py").write_text(REWARDS)
     chain, args = toy_chain(reward_fn=(f"{tmp_path}/r.py:shown", f"{tmp_path}/r.py:points"), reward_weights=(2, -3))
+    chain.reference = None
     part = toy_rollout(chain, args)
     part.examples = [row | {"points": i} for i, row in enumerate(part.examples)]
     shown = part.images.mean((1, 2, 3)) + torch.arange(8)
     other = replace(part, examples=part.examples, images=part.images / 2)
-    reward_fns = ddpo.load_image_rewards(args)
+    reward_fns = ddpo.load_reward_fns(args)
     before = torch.get_rng_state()
     rollout = ddpo.score_batch([part, other], part.examples * 2, reward_fns, args)
     assert torch.equal(torch.get_rng_state(), before)
-    close(rollout.rewards[:8, 0], shown)
+    close(rollout.reward_table[:8, 0], shown)
     close(rollout.scores[:8], 2 * shown - 3 * torch.arange(8))
-    stats = ddpo.rollout_stats(rollout, reward_fns)
-    close(stats["rewards/shown/std"], rollout.rewards[:, 0].std())
+    stats = ddpo.rollout_stats(rollout, args)
+    close(stats["rewards/shown/std"], rollout.reward_table[:, 0].std())
     close(stats["rewards/points/mean"], 3.5)
+    assert "objective/kl" not in stats
 
 
 def test_what_is_no_list_of_numbers_is_refused():
     """A text has letters, and a dict keys, which would count as rewards."""
     chain, args = toy_chain()
     part = toy_rollout(chain, args, images=2)
-    for returned in ("12", {"1": "good", "2": "bad"}, [1.0], [1.0, None], np.ones(3)):
-        with pytest.raises(SystemExit, match="list of 2 numbers"):
+    wrong = ["12", {"1": "good", "2": "bad"}, [1.0], [1.0, None], np.ones(3), [[0.0], [1.0]], np.ones((2, 1)), None]
+    for returned in [*wrong, [1.0, math.nan], [1.0, "2"]]:
+        with pytest.raises(SystemExit, match="^error: .*<lambda>"):
             ddpo.image_rewards(lambda *_, x=returned: x, part, args)
 
 
+def test_what_is_refused_before_a_pipeline_is_loaded(tmp_path, monkeypatch):
+    """A pipeline of another kind, such as SDXL; a reward function with other arguments; rows without a prompt."""
+    monkeypatch.setattr(StableDiffusionPipeline, "from_pretrained", None)
+    shutil.copytree(TOY, tmp_path / "sdxl")
+    index = (tmp_path / "sdxl/model_index.json").read_text()
+    (tmp_path / "sdxl/model_index.json").write_text(index.replace("StableDiffusionP", "StableDiffusionXLP"))
+    (tmp_path / "r.py").write_text("def of_images(images):\n    return [0.0] * len(images)\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n"b"\n')
+    cases = [(dict(model=str(tmp_path / "sdxl")), "StableDiffusionXLPipeline")]
+    cases += [(dict(reward_fn=(f"{tmp_path}/r.py:of_images",)), "of_images")]
+    cases += [(dict(dataset=str(tmp_path / "rows.jsonl")), "row 2"), (dict(dataset=str(tmp_path)), "train.jsonl")]
+    for number, (settings, word) in enumerate(cases):
+        with pytest.raises(SystemExit, match=f"^error: .*{word}"):
+            run(ddpo, tmp_path / str(number), **settings)
+
+
 # --- Other models and options -----------------------------------------------------------------------------------------
+
+
+def test_sdxl_is_refused(tmp_path):
+    """Its UNet reads the size of the image, and a second text."""
+    shutil.copytree(TOY, tmp_path / "xl")
+    index = (tmp_path / "xl/model_index.json").read_text()
+    (tmp_path / "xl/model_index.json").write_text(index.replace("StableDiffusion", "StableDiffusionXL"))
+    xl = dict(addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=80)
+    config = UNet2DConditionModel.load_config(TOY / "unet") | xl
+    UNet2DConditionModel.from_config(config).save_pretrained(tmp_path / "xl/unet")
+    with pytest.raises(SystemExit, match="^error: .*xl"):
+        run(ddpo, tmp_path / "run", model=str(tmp_path / "xl"), **TINY)
 
 
 @pytest.mark.slow
@@ -250,7 +283,7 @@ def test_stable_diffusion_in_small(tmp_path):
     close(rollout.images, expected.detach(), atol=1e-5)
 
     reward_fn = (str(ROOT / "rewards/jpeg.py:compressibility"),)
-    lines = run(ddpo, tmp_path / "run", model=model, reward_fn=reward_fn, lora_r=2, sample_guidance_scale=5.0, **TINY)
+    lines = run(ddpo, tmp_path / "run", model=model, reward_fn=reward_fn, lora_r=2, sample_guidance_scale=5.0, **KL)
     assert lines[0]["reward_std"] > 0
     assert lines[0]["objective/kl"] < 1e-6 < lines[1]["objective/kl"]
     assert isinstance(pipeline_of(tmp_path / "run").vae, AutoencoderKL)
@@ -260,7 +293,7 @@ def test_stable_diffusion_in_small(tmp_path):
 def test_an_adapter_alone_is_trained_and_saved(tmp_path):
     """And in checkpoints. lora/ holds it as diffusers reads it, and the pipeline its sum with the first weights."""
     settings = dict(lora_r=2, train_learning_rate=1e-2, save_steps=2, save_total_limit=1)
-    lines = run(ddpo, tmp_path, **TINY | settings)
+    lines = run(ddpo, tmp_path, **KL | settings)
     assert lines[0]["objective/kl"] == 0 < lines[1]["objective/kl"]
     (file,) = tmp_path.glob("checkpoints/*.pt")
     assert all("lora" in name for name in torch.load(file)["weights"])

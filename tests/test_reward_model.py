@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from by_hand import EOS, SETTINGS, TOKENIZER, agree, evaluated, ids_of, toy_rows, write_data, write_model
-from runs import merged, run, watch, write_rows
+from runs import lines_of, main, merged, run, watch, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -102,6 +102,18 @@ def test_evaluation_and_centred_rewards_by_hand(preferences, tmp_path, monkeypat
     chosen, rejected = rewards(after, preferences.tests[:4])
     shown = load_file(table)["rewards"]
     assert (shown[:, 0] - shown[:, 1]).tolist() == pytest.approx((chosen - rejected).tolist(), abs=1e-4)
+
+
+def test_a_longer_run_is_one_that_goes_on(preferences, tmp_path):
+    """The shift of its first end leaves the rewards before it goes on."""
+    settings = SETTINGS | dict(lr_scheduler_type="constant", warmup_ratio=0.0, save_total_limit=1, eval_steps=5)
+    settings |= dict(model=write_model(tmp_path / "plain", "plain"), dataset=preferences.folder, num_train_epochs=2)
+    settings |= dict(center_rewards_coefficient=0.1, save_steps=5)
+    run(reward_model, tmp_path / "whole", **settings)
+    run(reward_model, tmp_path / "halves", **settings | dict(num_train_epochs=1))
+    main(reward_model, "--resume", tmp_path / "halves", "--num-train-epochs", 2)
+    whole, halves = ([line["loss"] for line in lines_of(tmp_path / name)] for name in ("whole", "halves"))
+    assert halves == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.slow

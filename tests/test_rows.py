@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import datasets
 import pytest
@@ -32,17 +33,20 @@ def say(text):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """start(script, rows or a path, template) runs a script on rows; it gives the tokens that models have read."""
+    """start(script, rows or a path, template, changes of the tokenizer) runs a script on rows; it gives the tokens that
+    models have read."""
     folder = tmp_path_factory.mktemp("rows")
     (folder / "r.py").write_text(
         "def f(completion_ids, **_):\n    return [float(sum(ids)) for ids in completion_ids]\n"
     )
 
-    def call(name, rows, template=TEMPLATE, **settings):
-        model = folder / f"model{hash(template)}"
+    def call(name, rows, template=TEMPLATE, changes={}, **settings):
+        model = folder / f"model{hash(template)}{hash(str(changes))}"
         if not model.exists():
-            AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").save_pretrained(model)
-            tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+            policy = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft")
+            tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft", **changes)
+            policy.generation_config.eos_token_id = policy.config.eos_token_id = tokenizer.eos_token_id
+            policy.save_pretrained(model)
             tokenizer.chat_template = template
             tokenizer.save_pretrained(model)
         number = len(list(folder.iterdir()))
@@ -122,13 +126,19 @@ PAIR = dict(prompt="The film", chosen=" is good.", rejected=" is bad.")
 PAIR_OF_CHATS = dict(prompt=talk("A?"), chosen=say("B"), rejected=say("C"))
 TALKS = dict(chosen=talk("The film?", "Good."), rejected=talk("The film?", "Bad."))
 SYSTEM = [{"role": "system", "content": "Be brief."}, *talk("The film?")]
+SWAPS = dict(prompt="ball 2 -- 34 :")
 WRONG = [(OF_PROMPTS, what, PROMPT, dict(prompt=x)) for what, x in WRONG_MESSAGES.items()]
-WRONG += [  # scripts, what is wrong, three good rows, the wrong row, the template if it is another
+WRONG += [(OF_PROMPTS, f"{x!r} for a row", SWAPS, x) for x in ("Hello", None, [1])]
+OPTIONS = ('{"quiet": true}', {"chat_template": "{{ messages[0].content }}"})
+WRONG += [(OF_PROMPTS, f"options: {x!r:.20}", PROMPT, PROMPT | dict(chat_template_kwargs=x)) for x in OPTIONS]
+WRONG += [  # scripts, what is wrong, three good rows, the wrong row, and settings
     (OF_PROMPTS, "an empty prompt", dict(prompt="The film"), dict(prompt="")),
     (OF_PROMPTS, "no prompt", dict(prompt="The film"), dict(text="The film")),
-    (OF_PROMPTS, "the template refuses", PROMPT, dict(prompt=SYSTEM), GRUMPY),
-    (OF_PROMPTS, "the template leaves out a message", PROMPT, dict(prompt=SYSTEM), DEAF),
-    (OF_PROMPTS, "no chat template", dict(prompt="The film"), PROMPT, None),
+    (OF_PROMPTS, "the template refuses", PROMPT, dict(prompt=SYSTEM), dict(template=GRUMPY)),
+    (OF_PROMPTS, "the template leaves out a message", PROMPT, dict(prompt=SYSTEM), dict(template=DEAF)),
+    (OF_PROMPTS, "no chat template", dict(prompt="The film"), PROMPT, dict(template=None)),
+    (OF_PROMPTS, "a conversation as JSON", SWAPS, dict(prompt=json.dumps(talk("The film?")))),
+    (OF_PROMPTS, "an unknown word", SWAPS, dict(prompt="ball 2 -- zebra :"), dict(model="toy/shells/sft")),
     (OF_TEXTS, "no completion", TEXT, dict(prompt="The film")),
     (OF_TEXTS, "an empty completion", TEXT, TEXT | dict(completion="")),
     (OF_TEXTS, "a space of the prompt joins the completion", TEXT, dict(prompt="The film ", completion="is good.")),
@@ -137,10 +147,17 @@ WRONG += [  # scripts, what is wrong, three good rows, the wrong row, the templa
     (OF_TEXTS, "no answer", CHAT, dict(messages=talk("The film?"))),
     (OF_TEXTS, "ShareGPT", CHAT, dict(messages=[*talk("The film?"), {"from": "gpt", "value": "It is good."}])),
     (OF_TEXTS, "a conversation as JSON", CHAT, dict(messages=json.dumps(talk("The film?", "Good.")))),
+    (OF_TEXTS, "a prompt as JSON", TEXT, TEXT | dict(prompt=json.dumps(talk("The film?")))),
     (OF_TEXTS, "the user completes", SAID, SAID | dict(completion=talk("B"))),
+    (OF_TEXTS, "the prompt again", TEXT, TEXT | dict(completion="The film is good.")),
+    (OF_TEXTS, "a label", TEXT, TEXT | dict(label=False)),
+    (OF_TEXTS, "an unknown word", dict(text="ball 2"), dict(text="ball zebra"), dict(model="toy/shells/sft")),
     (OF_PAIRS, "an empty side", PAIR, PAIR | dict(rejected="")),
     (OF_PAIRS, "the same twice", PAIR, PAIR | dict(rejected=" is good.")),
     (OF_PAIRS, "a space of the prompt", PAIR, dict(prompt="The film ", chosen="is good.", rejected="is bad.")),
+    (OF_PAIRS, "the prompt again", PAIR, PAIR | dict(chosen="The film is good.", rejected="The film is bad.")),
+    (OF_PAIRS, "a prompt as JSON", PAIR, PAIR | dict(prompt=json.dumps(talk("The film?")))),
+    (OF_PAIRS, "a text for a row", PAIR, "The film"),
     (OF_PAIRS, "a margin of NaN", PAIR, PAIR | dict(margin=math.nan)),
     (OF_PAIRS, "two answers", PAIR_OF_CHATS, PAIR_OF_CHATS | dict(chosen=talk("B", "C")[::-1])),
     (OF_PAIRS, "a text and messages", PAIR, PAIR | dict(chosen=say("Good."))),
@@ -152,10 +169,10 @@ CASES = [pytest.param((name, *rows), id=f"{name}-{what}") for names, what, *rows
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_wrong_row_is_refused_by_its_number(case, start):
-    """The third of four. The message names it, and where to have it converted."""
-    name, good, wrong, *template = case
-    with pytest.raises(SystemExit, match=r"^error: (.*\b[Rr]ow 3\b.*recipes/data|the column .* in some rows)"):
-        start(name, [good, good, wrong, good], *template)
+    """The third of four. The message names it."""
+    name, good, wrong, *settings = case
+    with pytest.raises(SystemExit, match=r"^error: (.*\b[Rr]ow 3\b|the column .* in some rows)"):
+        start(name, [good, good, wrong, good], **dict(*settings))
 
 
 def test_a_line_that_is_no_json_is_refused(tmp_path, start):
@@ -165,10 +182,11 @@ def test_a_line_that_is_no_json_is_refused(tmp_path, start):
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "ppo"])
-def test_a_csv_file_is_refused(name, tmp_path, start):
-    (tmp_path / "d.csv").write_text("prompt,answer\nA,B\n")
-    with pytest.raises(SystemExit, match="^error: .*recipes/data"):
-        start(name, tmp_path / "d.csv")
+@pytest.mark.parametrize("file, text", [("d.csv", "prompt,answer\nA,B\n"), ("d.json", '[{"prompt": "A"}]')])
+def test_other_files_are_refused(file, text, name, tmp_path, start):
+    (tmp_path / file).write_text(text)
+    with pytest.raises(SystemExit, match="^error: .*jsonl"):
+        start(name, tmp_path / file)
 
 
 # --- Files
@@ -191,7 +209,29 @@ def test_files_and_their_splits(form, tmp_path, start, capsys):
     assert f"{tmp_path}/train.{suffix}" in capsys.readouterr().out
 
 
-# --- And back
+def test_a_parquet_file_is_read_as_its_rows_were_written(tmp_path, start):
+    """Without the nulls that it puts into tools; and again if it has changed, whatever its date says."""
+    file = tmp_path / "train.parquet"
+    tools = [[dict(name="add", parameters={x: {"type": "number"}})] for x in "ab"]
+    for text in ("The film?", "The book?"):
+        datasets.Dataset.from_list([dict(prompt=talk(text), tools=x) for x in tools * 2]).to_parquet(file)
+        os.utime(file, (0, 0))
+        read = start("ppo", file)
+        for x in tools:
+            assert is_in(read_as(f"tools: {json.dumps(x)}\nuser: {text}"), read)
+
+
+# --- Tokenizers, and back
+
+
+def test_a_tokenizer_may_name_ids_alone(start):
+    start("sft", [TEXT] * 4, changes=dict(model_input_names=["input_ids"]))
+
+
+@pytest.mark.parametrize(("name", "row"), [("sft", TEXT), ("dpo", PAIR), ("ppo", dict(prompt="The film"))])
+def test_a_tokenizer_without_eos_is_refused(name, row, start):
+    with pytest.raises(SystemExit, match="^error: "):
+        start(name, [row] * 4, changes=dict(eos_token=None))
 
 
 def test_a_response_keeps_its_first_space(tmp_path, start):

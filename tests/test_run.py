@@ -1,18 +1,21 @@
 """What a run leaves, and that it goes on: a killed one, resumed, is bit for bit the one that nothing interrupted."""
 
+import io
 import json
 import os
 import resource
 import shutil
 import signal
+import sys
 import time
 from functools import cache
 
 import pytest
 import torch
 import yaml
-from runs import NAMES, assert_same_run, checkpoints, cut, fork, lines_of, main, run, script, slow_but
-from runs import untimed, watch, weights_of, words_of
+from runs import GOLD, NAMES, ON_PROMPTS, assert_same_run, checkpoints, cut, execute, fork, lines_of, main, run
+from runs import script, slow_but, untimed, watch, weights_of, words_of, write_rows
+from transformers import GenerationConfig
 
 EVERYTHING = {  # what fills a checkpoint
     "ppo": dict(kl_target=6.0, num_mini_batches=2),
@@ -103,7 +106,7 @@ def test_killed_while_it_writes_a_checkpoint(name, whole, settings_of, tmp_path)
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_full_disk_loses_nothing(name, whole, settings_of, tmp_path, monkeypatch):
-    """The run ends with the error while it writes its second checkpoint, and goes on from the first."""
+    """The run ends while it writes its second checkpoint, whose half is removed, and goes on from the first."""
     folder = tmp_path / "run"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -113,39 +116,94 @@ def test_a_full_disk_loses_nothing(name, whole, settings_of, tmp_path, monkeypat
 
     with monkeypatch.context() as patch:
         watch(patch, script(name).Run, "log", fill_disk)
-        with pytest.raises(BaseException):
+        with pytest.raises(BaseException) as caught:
             run(name, folder, **settings_of(name))
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert checkpoints(folder) == [1]
+    assert str(caught.value).startswith("error: ")
+    assert [file.name for file in folder.glob("checkpoints/*")] == ["step-00000001.pt"]
     main(name, "--resume", folder)
     assert_same_run(folder, whole(name))
 
 
+OF_ADAM = {
+    "ppo": "--weight-decay 0.5 --adam-betas 0.8 0.9 --adam-epsilon 1e-6",
+    "sft": "--weight-decay 0.5",
+    "ddpo": "--train-adam-weight-decay .5 --train-adam-beta1 .8 --train-adam-beta2 .9 --train-adam-epsilon 1e-6",
+}
+
+
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_finished_run_becomes_a_longer_one(name, whole, tmp_path):
-    """Flags win over the settings of the run; what is not said stays as it was."""
+    """Flags win over the settings of the run, also over those of its optimizer; what is not said stays as it was."""
     copy = tmp_path / "more"
     shutil.copytree(whole(name), copy)
     before = untimed(lines_of(copy))
     counts = {"ddpo": ("--num-epochs", 4)} | dict.fromkeys(("sft", "dpo", "reward_model"), ("--num-train-epochs", 2))
-    words = counts.get(name, ("--total-episodes", 8 * (len(before) + 1)))
+    words = [*counts.get(name, ("--total-episodes", 8 * (len(before) + 1))), *OF_ADAM[name].split()]
     main(name, "--resume", copy, *words)
+    state = torch.load(sorted(copy.glob("checkpoints/*"))[-1])["optimizer"]["param_groups"][0]
+    assert state["weight_decay"] == 0.5 and (name == "sft" or (*state["betas"], state["eps"]) == (0.8, 0.9, 1e-6))
     assert untimed(lines_of(copy))[: len(before)] == before and len(lines_of(copy)) > len(before)
     old, new = (json.loads((folder / "args.json").read_text()) for folder in (whole(name), copy))
-    assert {key for key in old if old[key] != new[key]} <= {"resume", words[0][2:].replace("-", "_")}
+    flags = {word[2:].replace("-", "_") for word in words if str(word).startswith("--")}
+    assert {key for key in old if old[key] != new[key]} <= {"resume", *flags}
+
+
+def test_a_checkpoint_with_other_weights_is_refused(whole, tmp_path):
+    copy = cut(whole("ppo"), tmp_path / "copy", 1)
+    (file,) = copy.glob("checkpoints/*")
+    state = torch.load(file)
+    state["weights"] = {f"old.{name}": x for name, x in state["weights"].items()}
+    torch.save(state, file)
+    with pytest.raises(SystemExit, match="^error: "):
+        main("ppo", "--resume", copy)
+
+
+def test_two_processes_do_not_write_one_run(whole, settings_of, tmp_path, monkeypatch):
+    folder, others = tmp_path / "run", []
+
+    def resume(*_):
+        others.append(fork(os.devnull, main, "ppo", "--resume", folder))
+        others[-1].join()
+
+    watch(monkeypatch, script("ppo").Run, "log", resume)
+    run("ppo", folder, **settings_of("ppo"))
+    assert [other.exitcode for other in others] == [1, 1, 1]
+    assert_same_run(folder, whole("ppo"))
+
+
+@pytest.mark.parametrize("name, flag", slow_but([("ppo", "reward-fn")], [("ppo", "reward-fn"), ("agent", "env")]))
+def test_code_of_a_resumed_folder_runs_only_if_the_command_names_it(name, flag, whole, tmp_path):
+    """Someone else may have written its args.json."""
+    copy = cut(whole(name), tmp_path / "copy", 1)
+    (copy / "code.py").write_text("raise RuntimeError('this is run')")
+    code = {"env": f"{copy}/code.py:f", "reward_fn": [f"{copy}/code.py:f"]}
+    args = json.loads((copy / "args.json").read_text())
+    (copy / "args.json").write_text(json.dumps(args | {key: x for key, x in code.items() if key in args}))
+    with pytest.raises(SystemExit, match=f"^error: .*{flag}"):
+        main(name, "--resume", copy)
+    with pytest.raises(RuntimeError, match="this is run"):
+        main(name, "--resume", copy, f"--{flag}", f"{copy}/code.py:f")
 
 
 # --- Signals and checkpoints
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda x: x.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda x: x.name)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_signal_ends_the_run_after_its_step(name, number, whole, settings_of, tmp_path, monkeypatch, capsys):
-    """With a checkpoint, a model, and the flag that goes on to the same bits."""
-    signal.signal(number, signal.SIG_DFL)  # whatever started the tests
+    """With a checkpoint, a model, and the flag that goes on to the same bits. A second signal would end it at once."""
+    usual = (lambda *_: pytest.fail("no script caught the signal"), signal.SIG_DFL, signal.default_int_handler)
+    signal.signal(number, usual[0])
     folder = tmp_path / "run"
+
+    def send(_, run, *rest):
+        if run.step == 1:
+            capsys.readouterr()
+            os.kill(os.getpid(), number)
+            assert "".join(capsys.readouterr()).strip() and signal.getsignal(number) in usual
+
     with monkeypatch.context() as patch:
-        send = lambda _, run, *rest: run.step == 1 and os.kill(os.getpid(), number)  # noqa: E731
         watch(patch, script(name).Run, "log", send)
         lines = run(name, folder, **settings_of(name) | dict(save_steps=99))
     assert len(lines) == 1 and checkpoints(folder) == [1] and weights_of(folder)
@@ -153,6 +211,15 @@ def test_a_signal_ends_the_run_after_its_step(name, number, whole, settings_of, 
     if number == signal.SIGINT:
         main(name, "--resume", folder)
         assert_same_run(folder, whole(name))
+
+
+def test_signals_that_are_ignored_or_come_late(tiny, tmp_path, monkeypatch):
+    """nohup ignores SIGHUP for a run. While the model is saved, a signal ends the program as it ends any other."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    usual, late = signal.getsignal(signal.SIGINT), []
+    watch(monkeypatch, script("sft").Run, "log", lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+    watch(monkeypatch, script("sft"), "save_model", lambda *_: late.append(signal.getsignal(signal.SIGINT)))
+    assert len(run("sft", tmp_path / "run", **tiny["sft"])) > 1 and late == [usual]
 
 
 def test_which_checkpoints_are_made_and_kept(settings_of, tmp_path, monkeypatch):
@@ -176,9 +243,40 @@ def test_which_checkpoints_are_made_and_kept(settings_of, tmp_path, monkeypatch)
     assert seen["slow steps"][:3] == [[], [], [2]]
 
 
-def test_a_folder_with_a_run_is_not_written_over(whole, tiny):
-    with pytest.raises(FileExistsError):
-        main("ppo", *words_of(**tiny["ppo"]), "--output-dir", whole("ppo"))
+def test_a_folder_is_used_again_until_there_is_a_step(tiny, tmp_path, monkeypatch):
+    words = words_of(**tiny["sft"], device="cpu", output_dir=tmp_path / "run")
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(script("sft"), "update", None)
+        main("sft", *words)
+    main("sft", *words)
+    with pytest.raises(SystemExit, match="^error: .*output-dir"):
+        main("sft", *words)
+
+
+def test_two_runs_may_begin_in_one_second(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260101-000000")
+    for _ in range(2):
+        main("sft", *words_of(**tiny["sft"], device="cpu"))
+    assert len(list(tmp_path.glob("runs/*/metrics.jsonl"))) == 2
+
+
+# --- What it prints
+
+
+def test_a_stream_may_lack_a_letter(tmp_path, monkeypatch):
+    file = write_rows(tmp_path / "电影.jsonl", [{"text": "电影"}] * 4)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "cp1252"))
+    execute("sft", "--dataset", file, "--batch-size", 4, "--device", "cpu", "--output-dir", tmp_path / "run")
+
+
+def test_an_error_has_a_line_of_its_own(tiny, tmp_path):
+    """The progress bar ends before it."""
+    (tmp_path / "r.py").write_text("sizes = [1, 8]\n\ndef f(**_):\n    return [0.0] * sizes.pop()\n")
+    settings = tiny["ppo"] | dict(device="cpu", output_dir=tmp_path / "run", reward_fn=f"{tmp_path}/r.py:f")
+    process = fork(tmp_path / "said", execute, "ppo", *words_of(**settings))
+    process.join()
+    assert b"\nerror: " in (tmp_path / "said").read_bytes()
 
 
 # --- Numbers
@@ -216,11 +314,31 @@ def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch, tiny):
     assert run("ppo", tmp_path / "run", track=True, **tiny["ppo"]) == logged
 
 
+SAMPLES = [name for name in NAMES if name in ON_PROMPTS]
+
+
+@pytest.mark.parametrize("change", [{}, {"early_stopping": True}, {"pad_token_id": -1}], ids=str)
+@pytest.mark.parametrize("name", slow_but(["ppo"], SAMPLES))
+def test_programs_sample_from_a_model_as_the_run_did(name, change, tiny, tmp_path):
+    """What the generation config had before may be refused; it may not keep a trained model from being saved."""
+    shutil.copytree(f"toy/{'guess/' * (name == 'agent')}sft", tmp_path / "model")
+    file = tmp_path / "model/generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    try:
+        run(name, tmp_path / "run", **tiny[name] | dict(model=str(tmp_path / "model"), temperature=0.7))
+    except SystemExit:
+        assert change and not (tmp_path / "run/metrics.jsonl").exists()
+    else:
+        left = GenerationConfig.from_pretrained(tmp_path / "run")
+        assert (left.temperature, left.top_k) == (0.7, 0)
+
+
 def test_tables_and_a_card(tmp_path, tiny):
     """As many tables as asked for, the last at the end, and one of the first batch; a card says what made the model."""
+    settings = tiny["ppo"] | dict(kl_coef=0.125, reward_fn=(GOLD,))
     for number, steps in {0: [], 1: [1, 3]}.items():
         folder = tmp_path / str(number)
-        *_, last = run("ppo", folder, **tiny["ppo"] | dict(num_sample_generations=number, kl_coef=0.125))
+        *_, last = run("ppo", folder, **settings | dict(num_sample_generations=number))
         assert_same_run(tmp_path / "0", folder)
         files = folder.glob("samples/step-*.safetensors")
         assert sorted(int(file.stem.removeprefix("step-")) for file in files) == steps
@@ -228,3 +346,7 @@ def test_tables_and_a_card(tmp_path, tiny):
     assert yaml.safe_load(card.split("---")[1])["tags"] == ["ppo"]
     assert "toy/sft" in card and tiny["ppo"]["dataset"] in card
     assert "kl_coef" in card and "0.125" in card and all(name in card for name in last)
+    assert "toy/reward_model" not in card
+    script("ppo").describe(folder, script("ppo").Args(model="owner/model", dataset="owner/data"))
+    head = yaml.safe_load((folder / "README.md").read_text().split("---")[1])
+    assert (head["base_model"], head["datasets"]) == ("owner/model", ["owner/data"])

@@ -1,28 +1,25 @@
 """Step 2: KL and rewards of responses, each read where it belongs; and what a reward function is given."""
 
+import importlib
 import json
 import math
+import sys
 import textwrap
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from families import save_family
 from numbers_of_others import close, golden
 from runs import run, script, slow_but, write_rows
 from sources import ROOT, lines_of
+from tiny import tiny_model, tiny_rollout
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo
 
 GROUPS = {"rloo": {"rloo_k": 4}, "grpo": {"num_generations": 4}}
-
-
-def test_kl_estimators_against_trl():
-    """k1 and k3 against TRL 0.17, k2 against the mse penalty of TRL 0.7.11."""
-    i, o = golden("trl0711_kl_penalty_modes")
-    for name in ("k1", "k2", "k3"):
-        close(ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], name), o[name])
-    close(ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], "abs"), (i["logprobs"] - i["ref_logprobs"]).abs())
 
 
 NOTE = """
@@ -109,8 +106,9 @@ def test_what_a_function_is_given(name, is_chat, tmp_path, write):
     tokenizer = transformers.AutoTokenizer.from_pretrained({str(tmp_path / "model")!r})
     is_chat = {is_chat}
 
-    def f(prompts, completions, completion_ids, ended, prompts_text, prompt, n, facts, missing=3, **others):
+    def f(prompts, completions, completion_ids, ended, prompts_text, prompt, n, facts, hint, missing=3, **others):
         assert missing == 3 and list(others) == ["answer"] and prompt == prompts
+        assert hint == ["7" if number == 7 else None for number in n]
         for i, number in enumerate(n):
             text = f"The film {{number}}"
             assert number % 5 and prompts[i] == ([{{"role": "user", "content": text}}] if is_chat else text)
@@ -131,6 +129,7 @@ def test_what_a_function_is_given(name, is_chat, tmp_path, write):
     prompts = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
     answers = ["007", None] * 5
     rows = [dict(prompt=prompts[n], n=n, facts={"n": n}, answer=answers[n]) for n in range(10)]
+    rows[7]["hint"] = "7"  # the others do not have this column
     limit = len(tokenizer(texts[1])["input_ids"]) + is_chat  # of the shorter prompts
     settings = dict(dataset=write_rows(tmp_path / "d.jsonl", rows), model=str(tmp_path / "model"))
     settings["max_prompt_length"] = limit
@@ -139,11 +138,52 @@ def test_what_a_function_is_given(name, is_chat, tmp_path, write):
         assert line["rewards/f/mean"] == pytest.approx(lengths[0])
 
 
+NUMBERS = [0.0, 1.0, 2.0]
+READ = [np.arange(3), torch.arange(3), [torch.tensor(0), np.float32(1), 2]]
+COLUMNS = [[[x] for x in NUMBERS], np.arange(3.0)[:, None], torch.arange(3)[:, None]]  # may be read or refused
+REFUSED = [None, "012", 1.0, dict.fromkeys(NUMBERS), set(NUMBERS), [NUMBERS] * 3, NUMBERS[:2], NUMBERS * 2]
+REFUSED += [np.zeros((3, 2)), [math.nan] * 3, *([0.0, x, 2.0] for x in (math.nan, "1", {}, []))]
+
+
+@pytest.mark.parametrize("returned", [*READ, *COLUMNS, *REFUSED], ids=repr)
+def test_what_a_function_may_return(returned):
+    """One number or None for each row; all else is refused with the function's name."""
+    is_in = lambda cases: any(returned is x for x in cases)  # noqa: E731
+    ids = torch.arange(3)[:, None]
+    rows = [{"prompt": "A", "input_ids": [5]}] * 3
+    rollout = ppo.Rollout(ids, ids > -1, ids, ids > -1, ids[:, 0] > -1, ids / 8, rows)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+
+    def judge(**_):
+        return returned
+
+    try:
+        rewards = ppo.function_reward(judge, rollout, tokenizer, ppo.Args(device="cpu"))
+    except SystemExit as error:
+        assert not is_in(READ) and str(error).startswith("error: ") and "judge" in str(error)
+    else:
+        assert not is_in(REFUSED) and rewards.tolist() == NUMBERS
+
+
+@mock.patch.dict(sys.modules)
+def test_files_with_one_name(tmp_path, monkeypatch):
+    """Each function finds the files beside it, and nobody else finds them in place of a library."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    functions = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for file in ("random", "helper", "tabnanny"):  # tabnanny is a library that nobody has imported
+            (tmp_path / folder / f"{file}.py").write_text(f"import helper\nname = '{folder}'\nf = lambda: helper.name")
+        (tmp_path / folder / "helper.py").write_text(f"name = '{folder}'")
+        functions.append(ppo.load_function(f"{tmp_path}/{folder}/random.py:f", "--reward-fn"))
+    assert [f() for f in functions] == ["a", "b"]
+    assert not any(hasattr(importlib.import_module(name), "name") for name in ("random", "tabnanny"))
+
+
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_several_functions_add_up_with_their_weights(name):
     """A None counts as 0; a row of which all functions say None has the mean score of the others."""
     module, nan = script(name), math.nan
-    score = module.score_responses if name == "ppo" else module.score_groups
     ids = torch.arange(4)[:, None]
     group = [4] if name == "grpo" else []
     rollout = module.Rollout(ids, ids > -1, ids, ids > -1, ids[:, 0] > -1, ids / 8, [{}] * 4, *group)
@@ -155,5 +195,12 @@ def test_several_functions_add_up_with_their_weights(name):
         (["none"], (), [0.0] * 4),
     ):
         functions = {name: lambda *_, x=rewards[name]: torch.tensor(x) for name in names}
-        score(rollout, functions, None, module.Args(reward_weights=weights, device="cpu"))
+        module.score_batch(rollout, functions, None, module.Args(reward_weights=weights, device="cpu"))
         assert rollout.scores.tolist() == scores
+
+
+def test_episodes_are_selected_with_all_that_belongs_to_them():
+    """What a fork adds need not have a column for each token."""
+    rollout = tiny_rollout(tiny_model("gpt2"))
+    rollout.features = torch.arange(6 * 99).view(6, 99)
+    assert torch.equal(rollout.select(torch.tensor([4, 1])).features, rollout.features[[4, 1]])

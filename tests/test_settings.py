@@ -1,10 +1,12 @@
 """Settings: values and combinations that are refused, the command lines of TRL's pages, and sizes of batches."""
 
 import json
+import shutil
 import sys
 
 import pytest
-from runs import GOLD, NAMES, lines_of, main, run, script, slow_but, watch, write_rows
+import torch
+from runs import GOLD, NAMES, main, run, script, slow_but, watch, words_of, write_rows
 from sources import ROOT
 from sources import lines_of as lines_of_file
 
@@ -15,23 +17,38 @@ def one(*_, **__):
 
 def endless(prompts, **_):
     return [-float("inf")] * len(prompts)
+
+def negative(prompts, **_):
+    return [-1.0] * len(prompts)
+
+def of_size(completions, size, **_):
+    return [0.0] * len(completions)
+
+def closed(completions):
+    return [0.0] * len(completions)
 """
 OF_THREE = [  # settings of ppo.py, rloo.py and grpo.py, and what the message says
     (dict(batch_size=50, num_mini_batches=4), "50"),
     (dict(batch_size=64, total_episodes=10), "64"),
     (dict(response_length=159), "tokens"),
-    (dict(dataset="FOLDER/prompts.jsonl", max_prompt_length=2), "no prompts"),
+    (dict(model="toy/sft", dataset="FOLDER/prompts.jsonl", max_prompt_length=2), " 11 "),
     (dict(reward_weights=(1.0, 2.0)), "reward-weights"),
     (dict(reward_fn=(GOLD, GOLD)), "gold_score"),
     (dict(reward_fn=("nowhere.py:f",)), "nowhere"),
-    (dict(reward_fn=("FOLDER/r.py:one",)), "1 rewards for 64 rows"),
-    (dict(reward_fn=("FOLDER/r.py:endless",)), "infinite"),
+    (dict(reward_fn=("FOLDER/r.py:endles",)), "endless"),
+    (dict(reward_fn=("FOLDER/r.py:endless",)), "endless"),
     (dict(stop_token=("eos", "the end of it all")), "the end of it all"),
 ]
 WRONG = [(name, *case) for name in ("ppo", "rloo", "grpo") for case in OF_THREE]
 WRONG += [("rloo", dict(rloo_k=5), "5"), ("grpo", dict(num_generations=3), "3")]
 WRONG += [("sft", dict(model=None, lora_r=1), "lora"), ("dpo", dict(loss_type="ipo", label_smoothing=0.1), "label")]
-WRONG += [(name, dict(dataset_train_split="nosuch"), "") for name in ("ppo", "sft", "dpo")]
+WRONG += [("grpo", dict(scale_rewards="mean", reward_fn=("FOLDER/r.py:negative",)), "scale-rewards")]
+WRONG += [(name, dict(dataset_train_split="nosuch"), "validation") for name in ("ppo", "sft", "dpo")]
+WRONG += [(name, dict(dataset="data/typo"), "data/typo") for name in NAMES]
+WRONG += [(name, dict(model="./typo"), "typo") for name in NAMES]
+WRONG += [(name, dict(model="FOLDER/fp8"), "fp8") for name in NAMES if name != "ddpo"]
+WRONG += [("ppo", dict(kl_horizon=5), "kl-horizon"), ("agent", dict(credit="turn", scale_rewards="none"), "credit")]
+WRONG += [("dpo", dict(reference_free=True, precompute_ref=True), "precompute-ref")]
 WRONG += [("ddpo", dict(dataset="FOLDER/talk.jsonl"), "not a text"), ("ddpo", dict(dataset="FOLDER"), "no prompts")]
 WRONG += [("agent", dict(env="nowhere.py:f"), "nowhere")]
 WRONG = [case for case in WRONG if case[0] in NAMES]
@@ -39,28 +56,36 @@ WRONG = slow_but([case for case in WRONG if case[0] in ("ppo", "sft", "dpo")], W
 
 
 @pytest.mark.parametrize(("name", "settings", "word"), WRONG)
-def test_what_does_not_go_together(name, settings, word, tmp_path):
+def test_what_does_not_go_together(name, settings, word, tmp_path, monkeypatch):
     """Settings and data end the run with a sentence of ours, before it has trained."""
+    monkeypatch.setattr(script(name).Run, "log", None)
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": "The film was long and I liked it"}] * 3)
     write_rows(tmp_path / "talk.jsonl", [{"prompt": [{"role": "user", "content": "A bird"}]}])
     (tmp_path / "train.jsonl").write_text("")
     (tmp_path / "r.py").write_text(REWARDS)
+    shutil.copytree("toy/sft", tmp_path / "fp8")
+    config = json.loads((tmp_path / "fp8/config.json").read_text()) | dict(quantization_config=dict(quant_method="fp8"))
+    (tmp_path / "fp8/config.json").write_text(json.dumps(config))
     settings = json.loads(json.dumps(settings).replace("FOLDER", str(tmp_path)))
     settings = {key: tuple(x) if isinstance(x, list) else x for key, x in settings.items()}
     with pytest.raises(SystemExit, match=f"^error: .*{word}"):
-        run(name, tmp_path / "out", **settings)
-    assert not list(tmp_path.glob("out/metrics.jsonl")) or not lines_of(tmp_path / "out")
+        main(name, *words_of(**dict(output_dir=tmp_path / "out", device="cpu") | settings))
+
+
+EARLY = [("reward_fn", ("FOLDER/r.py:of_size",), "of_size"), ("reward_fn", ("FOLDER/r.py:closed",), "closed")]
+EARLY = [(name, {key: value}, word) for name in ("ppo", "rloo", "grpo") for key, value, word in EARLY]
+EARLY += [(name, dict(output_dir="FOLDER"), "output-dir") for name in NAMES]
+EARLY = slow_but([case for case in EARLY if case[0] == "ppo"], [case for case in EARLY if case[0] in NAMES])
+
+
+@pytest.mark.parametrize(("name", "settings", "word"), EARLY)
+def test_what_is_seen_before_models_are_loaded(name, settings, word, tmp_path, monkeypatch):
+    """A parameter that is no column, a function that does not take all columns, and a folder that has files."""
+    monkeypatch.setattr(script(name), "load_chain" if name == "ddpo" else "load_model", None)
+    test_what_does_not_go_together(name, settings, word, tmp_path, monkeypatch)
 
 
 # --- What follows from settings
-
-
-def test_a_batch_may_be_given_as_in_trl(tiny, tmp_path):
-    """A size per device, times accumulation, mini-batches and processes."""
-    settings = tiny["ppo"] | dict(num_mini_batches=2, per_device_train_batch_size=2, gradient_accumulation_steps=3)
-    assert run("ppo", tmp_path / "a", **settings)[-1]["episode"] == 24  # two updates of twelve
-    args = json.loads((tmp_path / "a/args.json").read_text())
-    assert (args["batch_size"], args["micro_batch_size"]) == (12, 2)
 
 
 def test_default_learning_rates_and_sizes(monkeypatch):
@@ -88,7 +113,7 @@ def test_default_learning_rate_in_the_toy_world(name, rate, tiny, tmp_path, monk
 
 TRL_COMMAND = (
     "--dataset_name {0}/data --dataset_train_split descriptiveness --learning_rate 3e-6 --output_dir {0}/out "
-    "--per_device_train_batch_size 32 --gradient_accumulation_steps 1 --total_episodes 64 --missing_eos_penalty 1.0 "
+    "--batch_size 64 --total_episodes 64 --missing_eos_penalty 1.0 "
     "--model_name_or_path toy/sft --sft_model_path toy/sft --reward_model_path toy/reward_model --device cpu "
     "--num_mini_batches 2 --local_rollout_forward_batch_size 16 --stop_token eos "
     "--num_generations 4 --max_completion_length 6 --num_iterations 2 --epsilon 0.1 --beta 0.03"  # since 0.22
@@ -106,13 +131,22 @@ def test_a_command_of_trls_pages_trains(tmp_path):
     assert [args[name] for name in names.split()] == [64, 4, 6, 2, 0.1, 0.03, 3e-6]
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_line_says_that_bfloat16_is_slow_on_this_processor(is_fast, tiny, tmp_path, monkeypatch, capsys):
+    """On one without AVX-512 BF16, which computes in it bit by bit."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(["avx512_bf16", "amx_bf16"], is_fast))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: is_fast)
+    run("sft", tmp_path / "run", bf16=True, **tiny["sft"])
+    assert ("--bf16" in capsys.readouterr().out) != is_fast
+
+
 def test_ppo_knows_trls_names_of_its_settings(monkeypatch):
     """Those of 0.7 and 0.16."""
     flags = "--ppo_epochs 2 --init_kl_coef 0.3 --kl_penalty abs --target 6 --horizon 99 --reward_funcs f.py:f"
-    flags += " --model_name_or_path a --reward_model_path b --dataset_name c --dataset_config_name d"
+    flags += " --lr 2e-5 --model_name_or_path a --reward_model_path b --dataset_name c --dataset_config_name d"
     monkeypatch.setattr(sys, "argv", ["ppo.py", *flags.split()])
     args = script("ppo").read_command_line()
     assert (args.num_ppo_epochs, args.kl_coef, args.kl_estimator) == (2, 0.3, "abs")
-    assert (args.kl_target, args.kl_horizon) == (6, 99)
+    assert (args.kl_target, args.kl_horizon, args.learning_rate) == (6, 99, 2e-5)
     assert (args.reward_fn, args.model, args.reward_model) == (("f.py:f",), "a", "b")
     assert (args.dataset, args.dataset_config) == ("c", "d")
