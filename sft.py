@@ -30,37 +30,45 @@ Papers: InstructGPT 2203.02155 (sec. 3.5); the N+ implementation details 2403.17
   python sft.py --model gpt2 --bf16 --dataset MINE.jsonl  # fine-tunes GPT-2 on a GPU (on a CPU, without --bf16)
 """
 
-import ctypes
 import json
 import math
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import timedelta
-from functools import partial
+from datetime import datetime, timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
+import pyarrow.parquet
 import pydantic
 import torch
 import torch.distributed as dist
 import tyro
+from filelock import FileLock
 from jinja2 import TemplateError
 from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler, logging, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-VERSION = "2026.11"  # as in CITATION.cff
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
+SOURCES = {}  # split -> what was read, for args.json and the model card
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
 RANK = int(os.environ.get("RANK", 0))
@@ -86,7 +94,8 @@ class Args:
     max_length: Annotated[Count, alias("--max-seq-length")] = 512  # longer texts lose their end; length of a block
     packing: bool = False  # join all texts, and cut them into blocks of max_length: no padding (TRL 0.7)
     # --- Optimisation ---
-    learning_rate: Positive | None = None  # its maximum; by default 2e-5 (TRL), with LoRA 2e-4, from scratch 3e-3
+    # its maximum; by default 2e-5 (TRL), with LoRA 2e-4, from scratch 3e-3
+    learning_rate: Annotated[Positive | None, alias("--lr")] = None
     # schedule of the learning rate (N+ details: cosine)
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "cosine"
     warmup_ratio: Share = 0.03  # share of the run in which the learning rate warms up from 0
@@ -95,19 +104,15 @@ class Args:
     # --- Batch sizes ---
     batch_size: Count | None = None  # texts per step, on all GPUs; by default 64, or less to have a hundred steps
     micro_batch_size: Count | None = None  # texts per pass; by default 16 on a CPU, 8192 tokens on a GPU
-    # TRL's way to set both: micro_batch_size is this; batch_size, this x accumulation x GPUs
-    per_device_train_batch_size: Count | None = None
-    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
     # --- Model: a folder, or a name on the hub ---
     model: Annotated[str | None, alias("--model-name-or-path")] = None  # to fine-tune; by default, random weights
-    from_scratch: str = f"{TOY}/base"  # without --model: the config and the tokenizer are those of this model
+    from_scratch: str | None = f"{TOY}/base"  # without --model: the config and the tokenizer are those of this model
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # run the model in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
+    zero_stage: Literal[2, 3] = 2  # with several processes, each holds a share of gradients and moments; 3: of weights
     # --- Data. A row has `text`; or `prompt` and `completion`, both texts or both messages; or `messages` ---
-
-    # folder of SPLIT.jsonl or SPLIT.parquet, one such file, or a name on the hub
-    dataset: Annotated[str, alias("--dataset-name")] = f"{TOY}/data/sft"
+    dataset: Annotated[str, alias("--dataset-name")] = f"{TOY}/data/sft"  # folder of SPLIT.jsonl, or hub name
     dataset_config: Annotated[str | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
     dataset_train_split: str = "train"  # split to train on
     dataset_test_split: str | None = "validation"  # split to evaluate on, if there is one
@@ -127,23 +132,21 @@ class Args:
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 def train(args):
     """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
-    start(args)
+    args = start(args)
+    require(args.model or not args.lora_r, "--lora-r trains adapters of a pretrained model: set --model")
+    if args.model:
+        args = replace(args, from_scratch=None)
+    name = args.model or args.from_scratch
+    tokenizer = load_tokenizer(name)
+    args = fit_context(args, name)
+    limit = math.inf if args.packing else args.max_length
+    texts = load_texts(args, tokenizer, args.dataset_train_split, limit)
+    if args.packing:
+        texts = pack(texts, args.max_length)
+    require(texts, f"no text has a label within {args.max_length} tokens: see --max-length")
+    eval_texts = load_texts(args, tokenizer, args.dataset_test_split, args.max_length)
     policy = load_policy(args)
-    if args.lora_r:  # trains adapters of all linear layers, and nothing else (Hu et al. 2021)
-        from peft import LoraConfig
-
-        config = LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        policy.add_adapter(config)
     place(policy, args)
-
-    context = getattr(policy.config.get_text_config(), "max_position_embeddings", args.max_length)
-    limit = min(args.max_length, context)
-    uncut = math.inf if args.packing else limit
-    texts = load_texts(args, args.dataset_train_split, policy.tokenizer, uncut)
-    if args.packing and texts:
-        texts = pack(texts, limit)
-    require(texts, f"--dataset {args.dataset} has nothing to train on (recipes/data.py converts csv and others)")
-    eval_texts = load_texts(args, args.dataset_test_split, policy.tokenizer, limit)
     args = choose_sizes(args, policy, texts)  # from here on, all sizes are set
     B = args.batch_size
     passes = range(math.ceil(args.num_train_epochs))
@@ -153,12 +156,12 @@ def train(args):
         batches += [order[i : i + B] for i in range(0, len(texts), B)]
     num_steps = math.ceil(args.num_train_epochs * len(batches) / len(passes))
 
+    weights = [p for p in policy.parameters() if p.requires_grad]
     # fused: ten times as fast on a CPU
-    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(policy.parameters(), **options)
+    optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
-    carry = {"num_tokens": 0}  # what a step hands to the next; in checkpoints
-    run = Run(args, num_steps, optimizer, schedule, carry, model=policy)
+    state = {"num_tokens": 0}
+    run = Run(args, num_steps, optimizer, schedule, state, model=policy)
     for step in run.steps():
         set_seed(make_seed(args.seed, step, RANK))  # of dropout
 
@@ -170,101 +173,90 @@ def train(args):
         # 2. Loss, and 3. update
         stats, num_labels = update(policy, optimizer, batch, args)
 
-        carry["num_tokens"] += num_labels
+        state["num_tokens"] += num_labels
         stats["step"] = step
         stats["epoch"] = step * len(passes) / len(batches)
-        stats["num_tokens"] = carry["num_tokens"]
+        stats["num_tokens"] = state["num_tokens"]
         stats["lr"] = optimizer.param_groups[0]["lr"]
         stats["perf/tokens_per_second"] = num_labels / (time.perf_counter() - run.step_started)
         if eval_texts and run.is_due(args.eval_steps):
             stats |= evaluate(policy, eval_texts, args)
         run.log(stats, "loss", "mean_token_accuracy")
         if args.num_sample_generations and run.is_due(num_steps // args.num_sample_generations):
-            show_samples(run, policy, (eval_texts or texts)[:3], limit, args)
+            show_samples(run, policy, (eval_texts or texts)[:3], args)
         schedule.step()
     run.finish()
 
 
 # --- 1. Encode --------------------------------------------------------------------------------------------------------
-# The forms of a row: the type of its values, and their columns. If several fit, the first one is read
-FORMS = ((list, "messages"), (list, "prompt", "completion"), (str, "prompt", "completion"), (str, "text"))
-
-
-def load_texts(args, split, tokenizer, limit):
+def load_texts(args, tokenizer, split, limit):
     """The texts of a split: pairs of token ids (S,) and a mask of labels (S,), cut to `limit` tokens.
 
     A text is encoded as a whole: the completion alone could have other tokens, since SentencePiece puts a space before
     every text. Its first tokens have to be those of the prompt alone, because these are what a rollout reads.
     """
-    rows = read_rows(args.dataset, args.dataset_config, split)
+    rows = read_rows(args, split)
     if not rows:
         return []
     where = f"{args.dataset}, {split}"
-    fitting = (form for form in FORMS if has_form(rows[0], *form))
-    kind, *columns = next(fitting, FORMS[-1])
-    read = partial(read_texts, kind=kind, columns=columns, tokenizer=tokenizer, args=args)
+    is_chat = isinstance(rows[0].get("messages") or rows[0].get("prompt"), list)
+    read = partial(read_texts, is_chat=is_chat, tokenizer=tokenizer, each_answer=args.completion_only_loss)
+    of_rows = parse(rows, read, where)
+    numbers = [number for number, pairs in enumerate(of_rows, 1) for _ in pairs]  # the row of each text
+    prompts = [prompt for pairs in of_rows for prompt, _ in pairs]
+    wholes = [whole for pairs in of_rows for _, whole in pairs]
     texts = []
-    for number, pairs in enumerate(parse(rows, read, where), 1):
-        texts += [(number, prompt, answer) for prompt, answer in pairs]
-    unread = rows[0].keys() - {*columns, "tools", "chat_template_kwargs"}
-    del rows  # below, each text gives way to its tokens, which take less memory
     num_cut = 0
-    starts = range(0, len(texts), 1000)
-    for first in tqdm(starts, desc="encoding", disable=len(texts) < 20_000):
-        part = texts[first : first + 1000]
-        heads = encode([prompt for _, prompt, _ in part], tokenizer, is_chat=kind is list)
-        wholes = encode([prompt + answer for _, prompt, answer in part], tokenizer, is_chat=kind is list)
-        for i, ((number, prompt, _), head, ids) in enumerate(zip(part, heads, wholes), first):
-            has_prompt = np.array_equal(ids[: len(head)], head)
-            message = "a token of the text holds the end of its prompt: does the prompt end with a space?"
-            require(has_prompt, f"row {number} of {where}: {message} (recipes/data.py converts other forms)")
-            if kind is str and ids[-1] != tokenizer.eos_token_id:
-                ids = np.append(ids, np.int32(tokenizer.eos_token_id))
-            start = len(head) if prompt and args.completion_only_loss else 0
-            size = min(len(ids), limit)
-            num_cut += size < len(ids)
-            texts[i] = ids[:size].copy(), np.arange(size) >= start
+    columns = numbers, prompts, encode(prompts, tokenizer, is_chat), encode(wholes, tokenizer, is_chat)
+    for number, prompt, prompt_ids, ids in zip(*columns):
+        has_prompt = np.array_equal(ids[: len(prompt_ids)], prompt_ids)
+        message = "a token of the text holds the end of its prompt: does the prompt end with a space?"
+        require(has_prompt, f"row {number} of {where}: {message} (recipes/data.py converts other forms)")
+        if not is_chat and ids[-1] != tokenizer.eos_token_id:
+            ids = np.append(ids, np.int32(tokenizer.eos_token_id))
+        start = len(prompt_ids) if prompt and args.completion_only_loss else 0
+        size = min(len(ids), limit)
+        num_cut += size < len(ids)
+        texts.append((ids[:size], np.arange(size) >= start))
     kept = [(ids, is_label) for ids, is_label in texts if is_label[1:].any()]  # nothing predicts the first token
     print(f"{split}: {len(kept)} of {len(texts)} texts have a label within {limit} tokens; {num_cut} were cut")
-    if unread:
-        print(f"{split}: columns that are not read: {', '.join(sorted(unread))}")
     for ids, is_label in kept[:1]:
         print(f"the first one, as the policy reads it: {tokenizer.decode(ids[~is_label])!r}")
         print(f"its labels: {tokenizer.decode(ids[is_label])!r}")
     return kept
 
 
-def has_form(row, kind, *columns):
-    """Whether a row has values of this type in these columns."""
-    return isinstance(row, dict) and all(isinstance(row.get(name), kind) for name in columns)
-
-
-def read_texts(row, kind, columns, tokenizer, args):
-    """The texts of a row as pairs of prompt and answer: one, or one for each answer of the assistant in `messages`."""
-    message = "there is no `text`, or `prompt` and `completion`, or `messages`, of the same type in all rows"
-    require(has_form(row, kind, *columns), message)
-    if kind is str:
-        prompt = row["prompt"] if "prompt" in columns else ""
-        answer = row[columns[-1]]
-        require(answer.strip(), f"its {columns[-1]} is empty")
-        return [(prompt, answer)]
-    messages = [message for name in columns for message in row[name]]
-    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
-    answers = [i for i, role in enumerate(roles) if role == "assistant"]
-    if "completion" in columns:
-        require(len(row["completion"]) == 1, "its completion is not one message")
-        answers = [len(messages) - 1]
-    end = 1 + max(answers, default=len(messages))
-    check_messages(messages[:end], last="assistant")
-    if not args.completion_only_loss:
+def read_texts(row, is_chat, tokenizer, each_answer):
+    """The texts of a row, each as its prompt and the whole: one, or one for each answer of the assistant."""
+    require(row.get("label") is not False, "its `label` is false: a bad completion is not to be learned")
+    match row:
+        case {"messages": list(messages)} if is_chat:
+            answers = [i for i, x in enumerate(messages) if isinstance(x, dict) and x.get("role") == "assistant"]
+            end = 1 + max(answers, default=len(messages))
+            check_messages(messages[:end], last="assistant")
+        case {"prompt": list(prompt), "completion": [message]} if is_chat:
+            messages = [*prompt, message]
+            answers = [len(prompt)]
+            check_messages(messages, last="assistant")
+        case {"prompt": str(prompt), "completion": completion} if not is_chat:
+            if prompt:
+                check_text(prompt, "prompt")
+            check_completion(prompt, completion, "completion")
+            return [(prompt, prompt + completion)]
+        case {"text": text} if not is_chat:
+            check_text(text, "text")
+            return [("", text)]
+        case _:
+            sys.exit("there is no `text`, or `prompt` and `completion`, or `messages`, of the same type in all rows")
+    if not each_answer:
         answers = answers[-1:]  # whose text has the tokens of all others
     texts = []
     for i in answers:
-        require(i and roles[i - 1] == "user", "an answer does not follow a message of the user")
+        require(i and messages[i - 1]["role"] == "user", "an answer does not follow a message of the user")
         prompt = render(messages[:i], row, tokenizer, add_generation_prompt=True)
         whole = render_answer(messages[: i + 1], row, tokenizer)
         require(whole.startswith(prompt), f"the chat template does not write {prompt[-30:]!r} before an answer")
-        texts.append((prompt, whole.removeprefix(prompt)))
+        texts.append((prompt, whole))
     return texts
 
 
@@ -282,8 +274,47 @@ def pack(texts, length):
 
 
 # --- 2. Loss ----------------------------------------------------------------------------------------------------------
+class TokenLogprobs(torch.autograd.Function):
+    """token_logprobs of n tokens, a slice at a time: of the size of the logits (n, V), there is no other tensor."""
+
+    @staticmethod
+    def forward(ctx, logits, tokens, temperature):
+        """Log-probabilities (n,), and entropies (n,), which have no gradient."""
+        size = max(1, 2**24 // logits.shape[1])  # tokens in a slice of 64 MB
+        both = []
+        for x, token in zip(logits.split(size), tokens[:, None].split(size)):
+            log_softmax = (x.float() / temperature).log_softmax(1)
+            logprobs = log_softmax.gather(1, token).squeeze(1)
+            entropy = -log_softmax.exp().mul_(log_softmax).sum(1)
+            both.append(torch.stack([logprobs, entropy]))
+        logprobs, entropy = torch.cat(both, 1)
+        ctx.save_for_backward(logits, tokens, logprobs)
+        ctx.mark_non_differentiable(entropy)
+        ctx.temperature, ctx.size = temperature, size
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        """(one_hot - softmax) / temperature, times the gradient. It takes the memory of the logits: autograd would end
+        the run if another step needed them."""
+        logits, *columns = ctx.saved_tensors
+        columns = [x[:, None].split(ctx.size) for x in (*columns, grad / ctx.temperature)]
+        for x, token, logprob, slope in zip(logits.split(ctx.size), *columns):
+            scaled = x.float() / ctx.temperature
+            softmax = scaled.sub_(scaled.gather(1, token) - logprob).exp_()  # minus the log of the normaliser
+            x.copy_(softmax.mul_(-slope).scatter_add_(1, token, slope))
+        return logits, None, None
+
+
+def token_logprobs(logits, tokens, temperature=1.0):
+    """(B, T) log-probabilities of tokens under softmax(logits / temperature), from logits (B, T, V), and entropies."""
+    logprobs, entropy = TokenLogprobs.apply(logits.flatten(0, 1), tokens.flatten(), temperature)
+    return logprobs.view(tokens.shape), entropy.view(tokens.shape)
+
+
 def read_labels(policy, texts, args):
-    """For the n labels of some texts: their losses -log pi (n,), their tokens (n,), and whether each was the likeliest.
+    """For the n labels of some texts: their losses -log pi (n,), the entropies of pi (n,), their tokens (n,), and
+    whether each was the likeliest (n,).
 
     L counts the positions where at least one text has a label: logits, the largest tensor, are computed only there.
     """
@@ -293,17 +324,11 @@ def read_labels(policy, texts, args):
     positions = is_label[:, 1:].any(0).nonzero().squeeze(1)  # (L,)
     with autocast(args):
         output = policy(input_ids=ids, attention_mask=mask.long(), use_cache=False, logits_to_keep=positions)
-    logits = output.logits.float()  # (b, L, V), each predicts the next token
-    is_label = is_label[:, positions + 1]  # (b, L), like the next ones
+    is_label = is_label[:, positions + 1]  # (b, L), like the next one; each logit predicts the next token
     targets = ids[:, positions + 1]
-    losses = -token_logprobs(logits, targets)
-    is_hit = logits.argmax(-1) == targets
-    return losses[is_label], targets[is_label], is_hit[is_label]
-
-
-def token_logprobs(logits, tokens):
-    """(B, T) log-probability of each token under logits (B, T, V)."""
-    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    is_hit = output.logits.argmax(-1) == targets  # (b, L)
+    logprobs, entropy = token_logprobs(output.logits, targets)  # (b, L) each
+    return -logprobs[is_label], entropy[is_label], targets[is_label], is_hit[is_label]
 
 
 # --- 3. Update --------------------------------------------------------------------------------------------------------
@@ -314,20 +339,20 @@ def update(policy, optimizer, batch, args):
     mean of micro-batches' means, labels in a micro-batch with few would weigh more.
     """
     num_labels = int(sum(is_label[1:].sum() for _, is_label in batch))
-    sums = torch.zeros(2, device=args.device)  # of losses, and of likeliest tokens that were right
+    sums = torch.zeros(3, device=args.device)
     policy.train()  # with dropout, if the model's config has any
     optimizer.zero_grad()
     for texts in micro_batches(batch, args):
-        losses, _, is_hit = read_labels(policy, texts, args)  # (n,) each
+        losses, entropy, _, is_hit = read_labels(policy, texts, args)  # (n,) each
         loss = losses.sum() / num_labels
-        (WORLD_SIZE * loss).backward()  # clip_gradient averages over processes
-        sums += torch.stack([loss.detach(), is_hit.sum() / num_labels])
+        (WORLD_SIZE * loss).backward()  # gradients are averaged over processes
+        sums += torch.stack([loss.detach(), entropy.sum() / num_labels, is_hit.sum() / num_labels])
     policy.eval()
     grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
     if math.isfinite(grad_norm):  # otherwise the step would turn the weights into NaN
         optimizer.step()
-    loss, accuracy = all_reduce(sums).tolist()
-    return {"loss": loss, "mean_token_accuracy": accuracy, "grad_norm": grad_norm}, num_labels
+    loss, entropy, accuracy = all_reduce(sums).tolist()
+    return {"loss": loss, "entropy": entropy, "mean_token_accuracy": accuracy, "grad_norm": grad_norm}, num_labels
 
 
 def micro_batches(texts, args):
@@ -342,41 +367,37 @@ def micro_batches(texts, args):
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs ==============================
 @torch.no_grad()
 def evaluate(policy, texts, args):
-    """Loss, perplexity, accuracy, and the loss on EOS, over all labels of the test split."""
+    """Loss, perplexity, entropy, accuracy, and the loss on EOS, over all labels of the test split."""
     texts = sorted(texts, key=lambda text: len(text[0]))
     parts = [read_labels(policy, part, args) for part in micro_batches(texts, args)]
-    losses, tokens, is_hit = (torch.cat(x) for x in zip(*parts))
-    is_eos = torch.isin(tokens, tokens.new_tensor(policy.generation_config.eos_token_id))
-    ones = torch.ones_like(losses)
-    sums = [losses.sum(), ones.sum(), is_hit.sum(), losses[is_eos].sum(), is_eos.sum()]
-    sums = all_reduce(torch.stack(sums))
-    total, num_labels, num_hits, eos_total, num_eos = sums.tolist()
-    loss = total / num_labels
+    losses, entropy, tokens, is_hit = (torch.cat(x) for x in zip(*parts))  # (N,) each
+    is_eos = torch.isin(tokens, tokens.new_tensor(policy.stop_token_ids))
+    columns = torch.ones_like(losses), losses, entropy, is_hit, is_eos, losses * is_eos
+    sums = all_reduce(torch.stack([x.sum() for x in columns]))
+    num_labels, total, entropies, num_hits, num_eos, eos_total = sums.tolist()
     return {
-        "eval/loss": loss,
-        "eval/perplexity": math.exp(min(loss, 700.0)),  # exp of more overflows
+        "eval/loss": total / num_labels,
+        "eval/perplexity": math.exp(min(total / num_labels, 700.0)),  # exp of more overflows
+        "eval/entropy": entropies / num_labels,
         "eval/mean_token_accuracy": num_hits / num_labels,
         "eval/eos_loss": eos_total / max(1.0, num_eos),
     }
 
 
-def show_samples(run, policy, texts, limit, args):
+def show_samples(run, policy, texts, args):
     """Prints prompts, each with a completion sampled from the policy and the one in the dataset. The prompt
     of a text without one is its first eight tokens, or half of a short text."""
-    tokenizer = policy.tokenizer
+    decode = policy.tokenizer.decode
     columns = {"prompt": [], "sampled completion": [], "completion in the dataset": []}
-    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-    options |= {"eos_token_id": policy.generation_config.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     set_seed(args.seed)  # all processes draw the same completions
     for ids, is_label in texts:
         start = int(is_label.argmax()) or min(8, len(ids) // 2)
-        options["max_new_tokens"] = min(53, limit - start)
         prompt = torch.tensor(ids[None, :start], device=args.device)  # (1, P)
         with autocast(args):
-            text = policy.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0]
-        parts = [ids[:start], text[start:], ids[start:]]
-        for column, part in zip(columns.values(), parts):
-            column.append(tokenizer.decode(part))
+            text = policy.generate(prompt, max_new_tokens=min(53, args.max_length - start))[0]
+        columns["prompt"].append(decode(ids[:start]))
+        columns["sampled completion"].append(decode(text[start:]))
+        columns["completion in the dataset"].append(decode(ids[start:]))
     run.show(columns, {})
 
 
@@ -386,17 +407,18 @@ CURVES = "loss$|accuracy$|grad_norm$"  # metrics of curves.png
 
 def load_policy(args):
     """Loads the model to train, or draws its weights at random; with the dropout of its config."""
-    require(args.model or not args.lora_r, "--lora-r trains adapters of a pretrained model: set --model")
     if args.model:
         policy = load_model(AutoModelForCausalLM, args.model)
     else:
         config = AutoConfig.from_pretrained(args.from_scratch)
+        vars(config).pop("quantization_config", None)  # new weights are float32
         policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        policy.tokenizer = AutoTokenizer.from_pretrained(args.from_scratch)
+        policy.tokenizer = load_tokenizer(args.from_scratch)
         policy.tokenizer.pad_token = policy.tokenizer.pad_token or policy.tokenizer.eos_token
-    ends = {*eos_tokens(policy), end_of_turn(policy.tokenizer)}
-    policy.generation_config.eos_token_id = sorted(ends)  # for programs that sample from it later
-    policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
+    policy.stop_token_ids = find_stop_tokens(policy, is_chat=bool(policy.tokenizer.chat_template))
+    set_generation(policy, temperature=1.0)
+    if args.lora_r:
+        add_adapters(policy, args.lora_r)
     return policy
 
 
@@ -406,21 +428,16 @@ def choose_sizes(args, policy, texts):
     if not args.model:
         rate = 3e-3
     rate = args.learning_rate or rate
-    batch_size = args.batch_size
-    per_device = args.per_device_train_batch_size
-    if per_device:
-        batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
     num_texts = args.num_train_epochs * len(texts)
-    batch_size = batch_size or next((size for size in (64, 32, 16, 8) if num_texts / size >= 100), 4)
+    batch_size = args.batch_size or next((size for size in (64, 32, 16, 8) if num_texts / size >= 100), 4)
     longest = max(len(ids) for ids, _ in texts)
-    b = 16 if args.device == "cpu" else max(1, 8192 // longest)
-    b = args.micro_batch_size or per_device or b
+    tokens = min(8192, 2**29 // policy.config.get_text_config().vocab_size)  # of a pass on a GPU: at most 2**29 logits
+    b = args.micro_batch_size or (16 if args.device == "cpu" else max(1, tokens // longest))
     name = args.model or args.from_scratch
     size = policy.num_parameters() / 1e6
     print(f"policy: {name}, {size:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
     print(f"each step: {batch_size} of {len(texts)} texts, {b} at a time")
-    sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": b}
-    return replace(args, per_device_train_batch_size=None, **sizes)
+    return replace(args, learning_rate=rate, batch_size=batch_size, micro_batch_size=b)
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
@@ -437,73 +454,113 @@ def parse(rows, function, where):
     for number, row in enumerate(rows, 1):
         try:
             parsed.append(function(row))
-        except (SystemExit, ValueError, TypeError, TemplateError) as error:
+        except (SystemExit, ValueError, TemplateError) as error:
             reason = str(error).removeprefix("error: ")
             sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
 
 
-def read_rows(name, config, split):
-    """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub. Values stay as they are in the file. Without such a split, an empty list. train[:9] is the first nine rows."""
-    import datasets
+def check_name(name, flag):
+    """Refuses a missing folder, which the library would look for on the hub: a path, or below a folder that exists."""
+    is_path = name.startswith((".", "/", "~")) or Path(Path(name).parts[0]).is_dir()
+    require(Path(name).exists() or not is_path, f"{flag} {name}: there is no such file or folder")
 
+
+def read_rows(args, split):
+    """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is that of training), or of a
+    split on the hub; [] if there is no test split. All rows have the same columns: None where the file has no value."""
+    name = args.dataset
+    check_name(name, "--dataset")
     path = Path(name)
-    part, _, end = str(split).partition("[:")
-    files = [path] if path.suffix in (".jsonl", ".parquet") and path.is_file() and part == "train" else []
-    files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
-    if files and files[0].suffix == ".jsonl":
-        with open(files[0], "rb") as lines:
-            rows = parse(lines, json.loads, files[0])
-    elif files:
-        rows = datasets.Dataset.from_parquet(str(files[0])).to_list()
-    elif not path.exists() and part in datasets.get_dataset_split_names(name, config):
-        rows = datasets.load_dataset(name, config, split=part).to_list()
+    if path.is_file():
+        splits = {args.dataset_train_split: path}
+    elif path.is_dir():
+        splits = {file.stem: file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet")}
     else:
+        import datasets
+
+        splits = dict.fromkeys(datasets.get_dataset_split_names(name, args.dataset_config), path)
+    if split not in splits and split != args.dataset_train_split:
         return []
-    print(f"{split}: reads {(files + [name])[0]}")
-    return rows[: int(end[:-1])] if end else rows
+    require(split in splits, f"{name} has no {split}.jsonl or {split}.parquet, only the splits {list(splits)}")
+    file = splits[split]
+    if file.suffix == ".jsonl":
+        rows = parse(file.read_bytes().splitlines(), pydantic.TypeAdapter(dict).validate_json, file)
+    elif file.suffix == ".parquet":
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    else:
+        require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
+        rows = datasets.load_dataset(name, args.dataset_config, split=split).to_list()
+    if file.suffix != ".jsonl":
+        rows = json.loads(json.dumps(rows), object_hook=without_nulls)
+    require(rows, f"{file} has no rows")
+    SOURCES[split] = f"{len(rows)} rows of {file}"
+    print(f"{split}: {SOURCES[split]}")
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [{column: row.get(column) for column in columns} for row in rows]
+
+
+def without_nulls(x):
+    """An object without the nulls that the schema of a parquet file puts where a row has no such key."""
+    return {key: value for key, value in x.items() if value is not None}
+
+
+def check_text(text, column):
+    """Refuses what is no text, is empty, or is a conversation as JSON text."""
+    is_text = isinstance(text, str) and text.strip() and not re.match(r'\s*\[\s*{\s*"(role|content)"', text)
+    require(is_text, f"{column!r} should be a text in all rows, or messages in all rows, but this is {text!r:.60}")
+
+
+def check_completion(prompt, completion, column):
+    """Refuses what is no text, or begins with its prompt (of two words or more), which would then be read twice."""
+    check_text(completion, column)
+    start = prompt.strip()
+    repeats = len(start.split()) > 1 and re.match(re.escape(start) + r"(\b|\W|$)", completion.strip())
+    require(not repeats, f"{column!r} begins with the prompt: {completion!r:.60}")
 
 
 def check_messages(messages, last):
     """Refuses what is not a list of {role, content} that ends with a message of the role `last`."""
+    require(isinstance(messages, list) and messages, f"these are no messages, as in other rows: {messages!r:.60}")
     for message in messages:
         is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
         require(is_message, f"a message has a role and a content, but this is {message!r:.60}")
         require(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
         is_text = isinstance(message["content"], str) and message["content"].strip()
         require(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
-    require(messages and messages[-1]["role"] == last, f"the last message is not one of the {last}")
+    require(messages[-1]["role"] == last, f"the last message is not one of the {last}")
 
 
 def render(messages, row, tokenizer, **options):
     """Renders messages with the chat template, which gets the row's `tools` and `chat_template_kwargs` (as in TRL).
     Refuses a row of which the template leaves something out."""
     require(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
-    options |= row.get("chat_template_kwargs") or {}
-    text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options)
+    settings = row.get("chat_template_kwargs") or {}
+    is_plain = isinstance(settings, dict) and "chat_template" not in settings
+    require(is_plain, f"chat_template_kwargs should be an object, without a template: {settings!r:.60}")
+    text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options | settings)
     for message in messages:
         require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
     return text
 
 
+@cache
+def turn_end(tokenizer):
+    """What the chat template writes behind an answer, and its part up to the token that ends the turn, such as
+    <|im_end|>, or else EOS. A placeholder shows it: an answer could hold these texts."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "PLACEHOLDER"}]
+    _, _, tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("PLACEHOLDER")
+    tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    ends = [tail.index(token) + len(token) for token in tokens if token in tail]
+    return tail, tail[: min(ends)] if ends else tokenizer.eos_token
+
+
 def render_answer(messages, row, tokenizer):
     """Renders messages up to and including the token that ends the last one, such as <|im_end|>, or else EOS."""
-    content = messages[-1]["content"].strip()
-    head, _, tail = render(messages, row, tokenizer).rpartition(content)
-    ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-    found = [end for end in ends if end in tail]
-    end = min(found, key=tail.find, default=tokenizer.eos_token)
-    return head + content + tail.partition(end)[0] + end
-
-
-def end_of_turn(tokenizer):
-    """Id of the token that ends an answer: with a chat template that of its turns, such as <|im_end|>, else EOS."""
-    if not tokenizer.chat_template:
-        return tokenizer.eos_token_id
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    text = render_answer(turns, {}, tokenizer)
-    return tokenizer.encode(text, add_special_tokens=False)[-1]
+    tail, end = turn_end(tokenizer)
+    text = render(messages, row, tokenizer)
+    require(text.endswith(tail), f"the chat template ends this answer in another way than others: {text[-60:]!r}")
+    return text.removesuffix(tail) + end
 
 
 def encode(texts, tokenizer, is_chat=False):
@@ -516,12 +573,16 @@ def encode(texts, tokenizer, is_chat=False):
     adds_eos = not is_chat and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
     if adds_eos:
         rows = [ids[:-1] for ids in rows]
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # GPT-2, which knows every text, has one for both
+    for number, (text, ids) in enumerate(zip(texts, rows), 1):
+        require(unknown.isdisjoint(ids), f"row {number}: --model has no token for a part of {text!r:.60}")
     return rows
 
 
 def pad(rows, tokenizer, args, side="right"):
     """Pads rows of token ids to one tensor (B, S); returns it, and its mask (B, S), true on real tokens."""
-    padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt").to(args.device)
+    options = {"padding_side": side, "return_attention_mask": True, "return_tensors": "pt"}
+    padded = tokenizer.pad({"input_ids": rows}, **options).to(args.device)
     return padded["input_ids"].long(), padded["attention_mask"].bool()
 
 
@@ -532,31 +593,66 @@ def shuffled(n, seed, number):
 
 
 def make_seed(*numbers):
-    """One seed from several numbers. The draws of a step do not depend on the steps before it."""
+    """One seed from several numbers; zeros at the end do not count. The draws of a step depend on no other step."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 # --- Models -----------------------------------------------------------------------------------------------------------
+def load_tokenizer(name):
+    """Loads a tokenizer from a folder or the hub."""
+    check_name(name, "--model")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has no EOS token, which ends a text")
+    return tokenizer
+
+
+def fit_context(args, name):
+    """Returns the settings with a max_length that the model can read."""
+    config = AutoConfig.from_pretrained(name).get_text_config()
+    context = getattr(config, "max_position_embeddings", args.max_length)
+    return replace(args, max_length=min(args.max_length, context))
+
+
 def load_model(auto_class, name, new_weights=()):
     """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
     missing, which the library would draw at random; those of a new head may be."""
     require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: see tools/merge.py")
+    tokenizer = load_tokenizer(name)
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
+    require(not hasattr(model.config, "quantization_config"), f"{name} is quantised: use the model that it was made of")
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
     require(not wrong, f"{name} is not a {type(model).__name__}: weights are missing or unexpected: {list(wrong)[:3]}")
-    model.tokenizer = AutoTokenizer.from_pretrained(name)
-    if model.tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
-        model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since padding is masked
+    if tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
+        tokenizer.pad_token = tokenizer.eos_token  # any token will do, since padding is masked
+    model.tokenizer = tokenizer
     return model.eval()
 
 
-def eos_tokens(model):
-    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>. Only added tokens
-    count, since a config's default can be any token."""
+def find_stop_tokens(model, is_chat):
+    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>, if they are added
+    tokens, since a config's default can be any token; in conversations also the end of the chat template's turns."""
+    tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
-    ids = {model.tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
-    return sorted(ids & model.tokenizer.added_tokens_decoder.keys())
+    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
+    ids &= tokenizer.added_tokens_decoder.keys()
+    if is_chat:
+        ids.add(tokenizer.encode(turn_end(tokenizer)[1], add_special_tokens=False)[-1])
+    print(f"a text ends at one of {tokenizer.convert_ids_to_tokens(sorted(ids))}")
+    return sorted(ids)
+
+
+def set_generation(model, temperature):
+    """Sets how other programs sample from the saved model: as the run does, and nothing else of what it came with."""
+    ids = {"eos_token_id": model.stop_token_ids, "pad_token_id": model.tokenizer.pad_token_id}
+    model.generation_config = GenerationConfig(do_sample=True, temperature=temperature, top_k=0, **ids)
+
+
+def add_adapters(model, r):
+    """Freezes a model, and adds trained adapters of rank r to all of its linear layers (LoRA, Hu et al. 2021)."""
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig(r=r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
 def autocast(args):
@@ -568,22 +664,31 @@ def autocast(args):
 
 # --- Processes
 def start(args):
-    """Joins the processes of torchrun, if it started this one, and configures the libraries."""
+    """Makes the folder of the run, joins the processes of torchrun, and configures the libraries. Returns the settings
+    with the folder."""
+    name = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder = Path(args.resume or args.output_dir or name)
+    if not RANK and not args.resume:
+        folder.mkdir(parents=True, exist_ok=True)
+        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb"}  # of a run without a step
+        require(not others, f"--output-dir {folder} has files: {sorted(others)[:3]}")
+    device_type = torch.device(args.device).type
+    if "RANK" in os.environ and not dist.is_initialized():
+        if device_type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "gloo"  # sums on the CPU, too, decide when a run ends
+        if device_type != "cpu":
+            backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # a process may wait for a slow reward function
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     set_seed(args.seed)  # all processes draw the same new weights
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
-    if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if args.device != "cpu":
+    if device_type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    elif sys.platform == "linux" and WORLD_SIZE == 1:
-        # glibc keeps freed memory: with a large vocabulary, asking the system again takes up to half of the time
-        glibc = ctypes.CDLL(None)
-        glibc.mallopt(-4, 0)  # M_MMAP_MAX
-        glibc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group(timeout=timedelta(hours=2))  # a process may wait for a slow reward function
+    elif args.bf16 and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        print("--bf16 is several times slower on this CPU, which has no AVX-512 BF16")
+    return replace(args, output_dir=str(folder))
 
 
 def all_reduce(x):
@@ -594,67 +699,95 @@ def all_reduce(x):
 
 
 def place(model, args):
-    """Moves a model to the device. Recomputes its layers, or runs them in bfloat16, as the settings say."""
+    """Moves a model to the device. Recomputes its layers, or runs them in bfloat16, as the settings say. With several
+    processes, each keeps a share of its weights, gradients and moments (ZeRO, 1910.02054), by torch's fully_shard."""
     is_trained = any(p.requires_grad for p in model.parameters())
-    for layer in model.modules():
-        if not isinstance(layer, GradientCheckpointingLayer):
-            continue
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
         if args.gradient_checkpointing and is_trained:
             recompute_activations(layer)
         for module in layer.modules():
             if args.bf16 and isinstance(module, nn.Linear) and not module.weight.requires_grad:
                 module.bfloat16()  # once: autocast would cast a frozen weight at each use
+    if WORLD_SIZE > 1 and (is_trained or args.zero_stage == 3):
+        mesh = dist.init_device_mesh(torch.device(args.device).type, (WORLD_SIZE,))
+        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
+        for module in layers + roots:
+            fully_shard(module, mesh=mesh, reshard_after_forward=args.zero_stage == 3)
     model.to(args.device)
 
 
+def shards(model):
+    """The parts of a model that are divided among processes."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def gathered(model, args):
+    """Within this context, each process has all weights of a model: they are sent once, not for each token."""
+    for module in shards(model):
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    yield
+    for module in shards(model):
+        module.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
+        module.reshard()
+
+
 def clip_gradient(parameters, max_norm):
-    """Averages the gradient over processes, clips it to max_norm, and returns its norm before."""
-    for p in parameters:
-        if WORLD_SIZE > 1 and p.grad is not None:
-            dist.all_reduce(p.grad)
-            p.grad /= WORLD_SIZE
-    return nn.utils.clip_grad_norm_(parameters, max_norm)
+    """Clips the gradient, which is averaged over processes, to max_norm, and returns its norm before."""
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if WORLD_SIZE > 1 else norm
 
 
 # --- The run
 class Run:
     """The output of a run: progress bar, metrics.jsonl, W&B, samples, checkpoints, and at the end model and curves.
-    `carry` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
+    `state` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
-    def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
+    def __init__(self, args, num_steps, optimizer, schedule, state, **models):
         self.args = args
         self.num_steps = num_steps
         self.optimizer = optimizer
-        self.carry = carry
+        self.state = state
         self.models = nn.ModuleDict(models)
         self.step = 0
         self.stop_requested = False
         self.saved_at = time.time()
-        script = Path(__file__).stem
-        new_folder = f"runs/{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.output = Path(args.resume or args.output_dir or new_folder)  # only process 0 writes to it
+        self.shown = {}  # metrics beside the bar
+        self.output = Path(args.output_dir)  # only process 0 writes to it
+        self.lock = FileLock(self.output / ".lock")  # until the process ends
+        if not RANK:
+            self.lock.acquire(timeout=0)  # or another run writes to the folder
         if args.resume:
             self.restore()
         for _ in range(self.step):
             schedule.step()
+        optimizer.register_step_post_hook(self.reshard)
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True, disable=RANK > 0)
         self.wandb = None
         if RANK:
             return
-        self.output.mkdir(parents=True, exist_ok=bool(args.resume))
-        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        self.file = open(self.output / "metrics.jsonl", "a")
+        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
+        about = {"revision": revision, "data": SOURCES}
+        (self.output / "args.json").write_text(json.dumps(asdict(args) | about, indent=2))
         if args.track:
             import wandb
 
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
             self.wandb = wandb.init(**options)
 
+    def reshard(self, *_):
+        """After an optimiser step, the weights that a pass has gathered are old."""
+        for module in shards(self.models):
+            module.reshard()
+
     def steps(self):
-        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the
-        current step."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
+        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
+        after the current step."""
+        numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
+        handlers = [signal.signal(number, self.on_signal) for number in numbers]
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
             self.step_started = time.perf_counter()
@@ -665,16 +798,25 @@ class Run:
             self.stop_requested = stops > 0  # in any process
             if stops or lates or self.step % self.args.save_steps == 0:
                 self.save()
+        for number, handler in zip(numbers, handlers):
+            signal.signal(number, handler)
+
+    def on_signal(self, number, _):
+        """Ends the run after this step; a second signal of the kind ends it at once."""
+        self.stop_requested = True
+        signal.signal(number, signal.SIG_DFL)
+        self.bar.write(f"{signal.Signals(number).name}: ends after this step, with a checkpoint. Once more: ends now")
 
     def log(self, stats, *shown):
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
         stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
-        values = {name.split("/")[-1]: stats[name] for name in shown}
-        self.bar.set_postfix(values, refresh=False)
-        self.bar.update()
+        self.shown |= {name.replace("objective/", ""): stats[name] for name in shown if name in stats}
+        self.bar.set_postfix(self.shown, refresh=False)
+        self.bar.update(self.step - self.bar.n)
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
-            print(json.dumps(line), file=self.file, flush=True)
+            with open(self.output / "metrics.jsonl", "a") as file:
+                print(json.dumps(line), file=file)
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
@@ -697,41 +839,50 @@ class Run:
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
         self.saved_at = time.time()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
+        num_bytes = (self.output / "metrics.jsonl").stat().st_size
+        saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
+        saved |= {"weights": weights, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
-        weights = {name: p.data for name, p in self.models.named_parameters() if p.requires_grad}
-        state = {"step": self.step, "carry": self.carry, "weights": weights, "optimizer": self.optimizer.state_dict()}
-        torch.save(state, folder / "unfinished.pt")
-        (folder / "unfinished.pt").rename(folder / f"step-{self.step:08d}.pt")
+        unfinished = folder / "unfinished.pt"
+        try:
+            torch.save(saved, unfinished)
+        except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
+            unfinished.unlink(missing_ok=True)
+            sys.exit(f"error: no checkpoint could be written to {folder}. Is the disk full? {error}")
+        unfinished.rename(folder / f"step-{self.step:08d}.pt")
         files = sorted(folder.glob("step-*.pt"))
         for old in files[: -(self.args.save_total_limit or 1)]:
             old.unlink()
 
     def restore(self):
-        """Continues from the newest checkpoint."""
+        """Continues from the newest checkpoint, with the settings of this run."""
         found = sorted(self.output.glob("checkpoints/step-*.pt"))
-        require(found, f"{self.output} has no checkpoint (see --save-steps and --save-total-limit)")
+        require(found, f"{self.output} has no checkpoint, or is finished (see --save-steps and --save-total-limit)")
         print(f"reading {found[-1]} (if it is damaged, remove it)")
-        state = torch.load(found[-1], map_location="cpu", weights_only=True)
-        self.models.load_state_dict(state["weights"], strict=False)  # it has the trained weights alone
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
-        self.carry.update(state["carry"])
+        saved = torch.load(found[-1], map_location="cpu", weights_only=True)
+        options = StateDictOptions(full_state_dict=True, strict=False)  # it has the trained weights alone
+        _, optimizer = get_state_dict(self.models, self.optimizer, options=options)
+        optimizer["state"] = saved["moments"]
+        both = {"model_state_dict": saved["weights"], "optim_state_dict": optimizer}
+        wrong = set_state_dict(self.models, self.optimizer, **both, options=options).unexpected_keys
+        require(not wrong, f"the model has no weights of these names, which the checkpoint has: {wrong[:3]}")
+        self.step = saved["step"]
+        self.state.update(saved["state"])
         if not RANK:
-            file = self.output / "metrics.jsonl"
-            lines = file.read_text().splitlines(keepends=True)
-            file.write_text("".join(lines[: self.step]))  # one line for each step
+            os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
 
     def finish(self):
         """Saves the model, the model card and the curves."""
         self.bar.close()
+        save_model(self.models["model"], self.output)
         if RANK:
             return
-        save_model(self.models["model"], self.output)
-        self.file.close()
-        describe(self.output, self.args)
+        describe(self.output, self.args, self.step)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
@@ -741,38 +892,53 @@ class Run:
 
 def save_model(model, folder):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter alone (see tools/merge.py)."""
-    model.save_pretrained(folder)
-    model.config.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
+    weights = None
+    if WORLD_SIZE > 1:  # gathers the shares of all processes
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(model, options=options)
+        weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
+    if not RANK:
+        model.save_pretrained(folder, state_dict=weights)
+        model.config.save_pretrained(folder)
+        model.tokenizer.save_pretrained(folder)
 
 
-def describe(folder, args):
+def describe(folder, args, step):
     """Writes curves.png, with a panel for each metric of CURVES, and README.md, the model card."""
     import pandas
 
-    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    lines.index += 1  # steps count from 1
-    curves = lines.filter(regex=CURVES).astype(float)
-    axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-")
+    lines = pandas.read_json(folder / "metrics.jsonl", lines=True).astype(float)
+    lines.index += step + 1 - len(lines)  # the last line is that of the last step
+    curves = lines.filter(regex=CURVES).interpolate(limit_area="inside")  # between evaluations
+    pairs = [(name, f"eval/{name}") for name in curves if f"eval/{name}" in curves]  # in one panel
+    styles = ["-" if name.startswith("eval/") else "." for name in curves]
+    axes = curves.plot(subplots=pairs or True, layout=(-1, 3), figsize=(15, 8), style=styles, xlabel="step")
     axes.flat[0].figure.savefig(folder / "curves.png", bbox_inches="tight")
-    settings = (folder / "args.json").read_text()
-    card = f"---\ntags: [{Path(__file__).stem}]\n---\nTrained from {args.model or 'scratch'} on {args.dataset}.\n"
-    card += f"## Settings\n```\n{settings}\n```\n## Last metrics\n```\n{lines.ffill().iloc[-1].to_string()}\n```\n"
-    (folder / "README.md").write_text(card)
+    base = "" if Path(args.model or "").exists() else f"base_model: {args.model}\n"
+    card = f"---\n{base}library_name: transformers\ntags: [{Path(__file__).stem}]\n---\n"
+    card += f"Trained from {args.model or 'scratch'} on {', '.join(SOURCES.values())}.\n"
+    card += f"\n![curves](curves.png)\n\n```\n{(folder / 'args.json').read_text()}\n```\n"
+    (folder / "README.md").write_text(card.replace(f"{TOY.parent}/", ""))
 
 
 def read_command_line():
-    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line."""
+    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line. It
+    runs files of code only if the command line names them: someone else may have written the folder."""
     read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
-    args = read()
-    if args.resume:
-        file = Path(args.resume, "args.json")
-        require(file.exists(), f"--resume {args.resume}: there is no run in this folder")
-        args = read(default=Args(**json.loads(file.read_text())))
+    given = read()
+    if not given.resume:
+        return given
+    file = Path(given.resume, "args.json")
+    require(file.exists(), f"--resume {given.resume}: there is no run in this folder")
+    args = read(default=Args(**json.loads(file.read_text())))
+    code = getattr(args, "reward_fn", None), getattr(args, "env", None)
+    is_named = code == (getattr(given, "reward_fn", None), getattr(given, "env", None))
+    require(is_named, f"--resume: give --reward-fn or --env again, since they name code: {code}")
     return args
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks ends no run
     if RANK:
         sys.stdout = open(os.devnull, "w")  # only process 0 prints
     train(read_command_line())
