@@ -3,7 +3,6 @@
 import pytest
 import torch
 from numbers_of_others import MASK, close, golden, randn, spoil
-from runs import run
 
 import grpo
 import ppo
@@ -41,24 +40,6 @@ def test_gae_ignores_padding_and_treats_rows_alone():
         close(other, expected[order])
 
 
-# --- kl_coef
-
-
-def test_kl_controller_against_trl07(monkeypatch, tiny, tmp_path):
-    """At the target, inside the clip, and far outside it; 16 episodes of a horizon of 625 are 256 of 10,000."""
-    i, o = golden("trl0711_kl_controller")
-    steps = [step for step in o["sequence"] if step["n_steps"] == 256]
-    kls = [step["current_kl"] for step in [*steps, steps[0]]]
-    coefs = []
-    stats = lambda rollout, coef: {"objective/kl": kls[len(coefs)], "objective/scores": coefs.append(coef) or 0.0}  # noqa: E731
-    monkeypatch.setattr(ppo, "rollout_stats", stats)
-    monkeypatch.setattr(ppo, "update", lambda *_: {"policy/first_ratio_error": 0.0})
-    sizes = dict(kl_target=i["target"], kl_horizon=625, batch_size=16, total_episodes=16 * len(kls), response_length=1)
-    run(ppo, tmp_path / "run", **tiny["ppo"] | sizes)
-    ratios = [step["value_after"] / step["value_before"] for step in steps]
-    close([after / before for before, after in zip(coefs, coefs[1:])], ratios)
-
-
 # --- leave_one_out, rloo_advantages
 
 
@@ -82,7 +63,7 @@ def test_a_response_without_a_reward(script):
     rewards = torch.tensor([1.0, none, 0.0, 0.0, none, none, none, none, 57.1, 57.1, none, 57.1])
     ids = torch.arange(12)[:, None]
     rollout = script.Rollout(ids, ids > -1, ids, ids > -1, ids[:, 0] > -1, ids / 8, [{}] * 12, 4)
-    script.score_groups(rollout, {"f": lambda *_: rewards}, None, script.Args(device="cpu"))
+    script.score_batch(rollout, {"f": lambda *_: rewards}, None, script.Args(device="cpu"))
     filled = rollout.scores
     close(grpo.group_advantages(filled, 4, "none"), torch.tensor([2 / 3, 0, -1 / 3, -1 / 3, *[0.0] * 8]))
     close(grpo.group_advantages(filled, 4, "group")[4:], torch.zeros(8), rtol=0, atol=0)

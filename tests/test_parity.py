@@ -137,7 +137,7 @@ def put_score_one_further(monkeypatch):
         """With all columns, as in TRL: the last one may be one position further."""
         part = copy(rollout)
         vars(part).update({name: x[index] for name, x in vars(rollout).items() if isinstance(x, torch.Tensor)})
-        part.rows = [rollout.rows[i] for i in index]
+        part.examples = [rollout.examples[i] for i in index]
         return part
 
     monkeypatch.setattr(ppo.Rollout, "select", wide_select)
@@ -204,9 +204,8 @@ def update(monkeypatch, folder, case):
     world = write_world(folder, trl, reference, reward)
     watch = Watch(monkeypatch, module, trl, policy, value)
     if module is ppo:
-        load_all = ppo.load_models
-        put_critic = lambda policy, reference, critic, *others: (policy, reference, value, *others)  # noqa: E731
-        monkeypatch.setattr(ppo, "load_models", lambda args: put_critic(*load_all(args)))
+        load_critic = ppo.load_critic
+        monkeypatch.setattr(ppo, "load_critic", lambda *args: (value, load_critic(*args)[1]))
     if module is ppo and "eos" in case:
         put_score_one_further(monkeypatch)
     settings = {name: x for name, x in trl.settings.items() if hasattr(module.Args, name)}
@@ -215,7 +214,7 @@ def update(monkeypatch, folder, case):
         settings["reward_fn"] = (f"{ROOT}/rewards/model.py:score",)
     settings["missing_eos_penalty"] = settings["missing_eos_penalty"] or 0.0
     settings["max_grad_norm"] = 1e9
-    settings["total_episodes"] = len(trl.queries)
+    settings["batch_size"] = settings["total_episodes"] = len(trl.queries)
     handle = register_optimizer_step_pre_hook(watch.note_step)
     try:
         (watch.stats,) = run(module, folder / "run", micro_batch_size=8, **settings)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from families import save_family
-from numbers_of_others import close, golden
 from runs import run, script, slow_but, write_rows
 from sources import ROOT, lines_of
 from tiny import tiny_model, tiny_rollout
