@@ -548,7 +548,7 @@ def value_loss(values, old_values, returns, mask, cliprange_value):
 
 # --- 6. Update --------------------------------------------------------------------------------------------------------
 class Meter(Counter):
-    """Means of metrics over the real tokens of a mini-batch, in all of its micro-batches and processes."""
+    """Means of metrics over the real tokens of all micro-batches that were added, in all processes."""
 
     def add(self, metrics, mask):
         """Adds metrics of tokens (b, T), or of responses (b, 1), where the mask (b, T) is true."""
@@ -569,13 +569,13 @@ def update(policy, critic, optimizer, rollout, args):
     among processes: gradients are averaged over processes, so each divides its sum by the tokens / WORLD_SIZE.
     """
     policy_weights, critic_weights = [group["params"] for group in optimizer.param_groups]
-    logs = []  # the metrics of each mini-batch
+    meter = Meter()
+    norms = []  # of the gradients of policy and critic
     for _ in range(args.num_ppo_epochs):
         order = torch.randperm(args.batch_size).to(args.device)
         for mini_batch in order.split(args.batch_size // args.num_mini_batches):  # row numbers
             optimizer.zero_grad()
             num_tokens = rollout.mask[mini_batch].sum() / WORLD_SIZE
-            meter = Meter()
             for index in rollout.micro_batches(mini_batch, args):
                 r = rollout.select(index)
                 logprobs, entropy = logprobs_under(policy, r, args)  # (b, T) each
@@ -599,18 +599,19 @@ def update(policy, critic, optimizer, rollout, args):
                     "val/ratio_var": ratio**2,
                 }
                 meter.add(metrics, r.mask)
-            log = meter.means()
-            log["policy/grad_norm"] = clip_gradient(policy_weights, args.max_grad_norm).item()
-            log["val/grad_norm"] = clip_gradient(critic_weights, args.max_grad_norm).item()
-            log["val/skipped_steps"] = not math.isfinite(log["policy/grad_norm"] + log["val/grad_norm"])
-            if not log["val/skipped_steps"]:  # otherwise the step would turn the weights into NaN
+            if not norms:
+                first_error = meter.means()["policy/first_ratio_error"]  # before the first step
+            policy_norm = clip_gradient(policy_weights, args.max_grad_norm).item()
+            critic_norm = clip_gradient(critic_weights, args.max_grad_norm).item()
+            norms.append([policy_norm, critic_norm])
+            if math.isfinite(policy_norm + critic_norm):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
-            logs.append(log)
     optimizer.zero_grad()
-    stats = {name: sum(log[name] for log in logs) / len(logs) for name in log}
-    stats["policy/first_ratio_error"] = logs[0]["policy/first_ratio_error"]  # before the first step
+    stats = meter.means()
+    stats["policy/first_ratio_error"] = first_error
     stats["val/ratio_var"] = max(0.0, stats["val/ratio_var"] - stats["val/ratio"] ** 2)  # so far, the mean square
-    stats["val/skipped_steps"] = sum(log["val/skipped_steps"] for log in logs)
+    stats["policy/grad_norm"], stats["val/grad_norm"] = np.mean(norms, 0).tolist()
+    stats["val/skipped_steps"] = sum(not math.isfinite(sum(both)) for both in norms)
     returns = rollout.returns[rollout.mask]
     residuals = returns - rollout.values[rollout.mask]
     stats["val/explained_variance"] = 1 - (residuals.var() / returns.var().clamp(min=1e-8)).item()
