@@ -8,21 +8,16 @@ import json
 import math
 import re
 import shutil
-import sys
 from functools import partial
 
-import nbclient
 import pytest
 import torch
 from float64 import float64, in_float64, load_in_float64
 from runs import short_form, slow_but
-from sources import ROOT, lines_of
+from sources import ROOT, lines_of, load
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-sys.path.insert(0, str(ROOT / "tools"))
-from stepwise import make_notebook  # noqa: E402
 
 ALL = dict(batch_size=8, total_episodes=24)
 RL = ALL | dict(num_ppo_epochs=2, num_mini_batches=2, temperature=0.9, response_length=8, learning_rate=2e-3)
@@ -42,9 +37,9 @@ SETTINGS = {  # away from the defaults
 WORLDS = {"ddpo": ("shapes", "stable")}  # those of the others are toy and llama
 OF_A_SEED = {  # instead, and besides
     ("grpo", 2): dict(scale_rewards="mean", loss_type="dr_grpo", response_length=36),  # some batches end before
-    ("grpo", 3): dict(baseline="none", loss_type="dapo", beta=0.0),
+    ("grpo", 3): dict(scale_rewards="none", loss_type="dapo", beta=0.0),
 }
-ROLLOUTS = dict(micro_batch_size=3, num_sample_generations=0)
+ROLLOUTS = dict(micro_batch_size=3, num_sample_generations=0, num_eval_prompts=0)
 ON_TEXTS = ["sft", "reward_model", "dpo"]  # those that draw no responses
 FULL = {  # what a short form does not have
     "ppo": ROLLOUTS,
@@ -246,7 +241,8 @@ def test_the_short_form_is_the_script(script, world, seed, worlds, tmp_path, mon
 @pytest.mark.slow
 def test_a_notebook_runs(tiny, tmp_path):
     """In a real Jupyter kernel, as tools/stepwise.py makes it, for three steps; its last cell prints."""
-    notebook = make_notebook(ROOT / "lecture/ppo.py", [])
+    nbclient = pytest.importorskip("nbclient", reason="pip install -r requirements-more.txt")
+    notebook = load("tools/stepwise.py").make_notebook(ROOT / "lecture/ppo.py", [])
     [cell] = [cell for cell in notebook.cells if "args = Args()" in cell.source]
     cell.source = cell.source.replace("Args()", f"Args(**{tiny['ppo']}, output_dir={str(tmp_path / 'model')!r})")
     nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(ROOT / "lecture")}}).execute()
