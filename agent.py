@@ -173,6 +173,8 @@ def train(args):
     tokenizer = load_tokenizer(args.model)
     prompts = load_prompts(args, tokenizer, args.dataset_train_split)
     eval_prompts = load_prompts(args, tokenizer, args.dataset_test_split)[: args.num_eval_prompts]
+    eval_prompts = eval_prompts[len(eval_prompts) % WORLD_SIZE :]  # all processes have equal shares
+    run_file.cache_clear()  # of an earlier run in this process
     environment = load_function(args.env, "--env")
     policy, reference = load_models(args)
     policy.environment = environment

@@ -165,6 +165,7 @@ def train(args):
     tokenizer = load_tokenizer(args.model)
     prompts = load_prompts(args, tokenizer, args.dataset_train_split)
     eval_prompts = load_prompts(args, tokenizer, args.dataset_test_split)[: args.num_eval_prompts]
+    eval_prompts = eval_prompts[len(eval_prompts) % WORLD_SIZE :]  # all processes have equal shares
     os.environ["REWARD_MODEL"] = args.reward_model  # for rewards/model.py
     reward_fns = load_reward_fns(args, prompts)
     policy, reference = load_models(args)
