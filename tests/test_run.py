@@ -1,6 +1,5 @@
 """What a run leaves, and that it goes on: a killed one, resumed, is bit for bit the one that nothing interrupted."""
 
-import gc
 import io
 import json
 import os
@@ -249,7 +248,8 @@ def test_a_folder_is_used_again_until_there_is_a_step(tiny, tmp_path, monkeypatc
     with monkeypatch.context() as patch, pytest.raises(TypeError):
         patch.setattr(script("sft"), "update", None)
         main("sft", *words)
-    gc.collect()  # a lock goes with the process that has ended, or with its run
+    shutil.copytree(tmp_path / "run", tmp_path / "again")  # this process still holds the first
+    words[-1] = tmp_path / "again"
     main("sft", *words)
     with pytest.raises(SystemExit, match="^error: .*output-dir"):
         main("sft", *words)
