@@ -35,39 +35,48 @@ In short: lecture/dpo.py, 200 lines.
   python dpo.py --model ./sft --bf16 --dataset pairs.jsonl   # rows with prompt, chosen, rejected
 """
 
-import ctypes
 import json
 import math
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
-from functools import partial
+from datetime import datetime, timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
+import pyarrow.parquet
 import pydantic
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
+from filelock import FileLock
 from jinja2 import TemplateError
 from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, get_scheduler, logging, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
+SOURCES = {}  # split -> what was read, for args.json and the model card
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
 RANK = int(os.environ.get("RANK", 0))
@@ -101,7 +110,8 @@ class Args:
     max_prompt_length: Count = 128  # tokens of the prompt that stay if a pair is longer than max_length (TRL 0.7)
     truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"  # the part of a long prompt that stays (TRL 0.7)
     # --- Optimisation ---
-    learning_rate: Positive | None = None  # by default from the model's size, and ten times as high with LoRA
+    # by default from the model's size, and ten times as high with LoRA
+    learning_rate: Annotated[Positive | None, alias("--lr")] = None
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "linear"  # TRL's
     warmup_ratio: Share = 0.1  # share of the run in which the learning rate warms up from 0
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
@@ -109,17 +119,14 @@ class Args:
     # --- Batch sizes ---
     batch_size: Count | None = None  # pairs per step, on all GPUs; by default 64, or less to have a hundred steps
     micro_batch_size: Count | None = None  # pairs per pass; by default 16 on a CPU, 8192 tokens on a GPU
-    per_device_train_batch_size: Count | None = None  # TRL: x accumulation x GPUs = batch_size
-    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
     # --- Model: a folder, or a name on the hub ---
     model: Annotated[str, alias("--model-name-or-path", "--sft-model-path")] = f"{TOY}/sft"  # first policy
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
+    zero_stage: Literal[2, 3] = 2  # with several processes, each holds a share of gradients and moments; 3: of weights
     # --- Data. A row has `prompt`, `chosen`, `rejected`, texts or messages; or two conversations ---
-
-    # folder of SPLIT.jsonl or SPLIT.parquet, one such file, or a name on the hub
-    dataset: Annotated[str, alias("--dataset-name")] = f"{TOY}/data/preferences"
+    dataset: Annotated[str, alias("--dataset-name")] = f"{TOY}/data/preferences"  # folder of SPLIT.jsonl, or hub name
     dataset_config: Annotated[str | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
     dataset_train_split: str = "train"  # split to train on
     dataset_test_split: str | None = "validation"  # split to evaluate on, if there is one
@@ -139,25 +146,26 @@ class Args:
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 def train(args):
     """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
-    start(args)
-    fits = args.loss_type == "sigmoid" or not args.label_smoothing
-    require(fits, "--label-smoothing is for --loss-type sigmoid alone")
-    policy = load_policy(args)
-    reference = None if args.reference_free else deepcopy(policy).requires_grad_(False)
-    if args.lora_r:  # trains adapters of all linear layers, and nothing else (Hu et al. 2021)
-        from peft import LoraConfig
-
-        config = LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        policy.add_adapter(config)
-    for model in filter(None, [policy, reference]):
-        place(model, args)
-
-    pairs = load_pairs(args, args.dataset_train_split, policy)
-    eval_pairs = load_pairs(args, args.dataset_test_split, policy)
+    args = start(args)
+    needs_no_sigmoid = args.loss_type == "sigmoid" or not args.label_smoothing
+    require(needs_no_sigmoid, "--label-smoothing is for --loss-type sigmoid alone")
+    has_reference = not (args.precompute_ref and args.reference_free)
+    require(has_reference, "--precompute-ref reads a reference, which --reference-free leaves out")
+    tokenizer = load_tokenizer(args.model)
+    args = fit_context(args, args.model)
+    pairs = load_pairs(args, tokenizer, args.dataset_train_split)
+    eval_pairs = load_pairs(args, tokenizer, args.dataset_test_split)
+    policy, reference = load_models(args)
+    for model in (policy, reference):
+        if isinstance(model, nn.Module):
+            place(model, args)
     rate = max(5e-7, 1e-5 * (124e6 / policy.num_parameters()) ** 0.6)  # 1e-5 for GPT-2's size; the paper's: 1e-6
-    args = choose_sizes(args, policy, pairs, rate)  # from here on, all sizes are set
+    num_tokens = min(8192, 2**29 // policy.config.get_text_config().vocab_size)  # at most 2**29 logits
+    args = choose_sizes(args, policy, pairs, rate, num_tokens)  # from here on, all sizes are set
     batches, steps_per_pass = length_grouped_batches(pairs, args)
     num_steps = math.ceil(args.num_train_epochs * steps_per_pass)
+    shown = (eval_pairs or pairs)[:3] if args.num_sample_generations else []
+    first_answers = draw_answers(policy, shown, args)  # of the untrained policy, which is the reference
     eval_ref_logps = read_reference(reference, eval_pairs, args)  # (N, 2)
     known_ref_logps = torch.zeros(len(pairs), 2, device=args.device)
     if args.precompute_ref:
@@ -165,9 +173,9 @@ def train(args):
             known_ref_logps[rows] = read_reference(reference, [pairs[i] for i in rows], args)
         reference = None  # frees its memory
 
+    weights = [p for p in policy.parameters() if p.requires_grad]
     # fused: ten times as fast on a CPU
-    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(policy.parameters(), **options)
+    optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
     run = Run(args, num_steps, optimizer, schedule, {}, model=policy)
     for step in run.steps():
@@ -187,17 +195,17 @@ def train(args):
         if eval_pairs and run.is_due(args.eval_steps):
             stats |= evaluate(policy, eval_pairs, eval_ref_logps, args)
         run.log(stats, "loss", "rewards/accuracies", "rewards/margins")
-        if args.num_sample_generations and run.is_due(num_steps // args.num_sample_generations):
-            show_samples(run, policy, reference, (eval_pairs or pairs)[:3], args)
+        if shown and run.is_due(num_steps // args.num_sample_generations):
+            show_samples(run, policy, reference, shown, first_answers, args)
         schedule.step()
     run.finish()
 
 
 # --- 1. Encode --------------------------------------------------------------------------------------------------------
-def cut_to_fit(pair, limit, args):
-    """Cuts a pair to `limit` tokens: first the prompt, to max_prompt_length tokens, then the ends of the completions
+def cut_to_fit(pair, args):
+    """Cuts a pair to max_length tokens: first the prompt, to max_prompt_length tokens, then the ends of the completions
     (TRL 0.7)."""
-    prompt, size = pair.prompt, args.max_prompt_length
+    prompt, size, limit = pair.prompt, args.max_prompt_length, args.max_length
     if len(pair) > limit:
         require(size < limit, f"--max-prompt-length {size} leaves no room for a completion in {limit} tokens")
         prompt = prompt[-size:] if args.truncation_mode == "keep_end" else prompt[:size]
@@ -212,6 +220,44 @@ def forward(model, input_ids, attention_mask, **options):
     return model(input_ids=input_ids, attention_mask=attention_mask, **options)
 
 
+class TokenLogprobs(torch.autograd.Function):
+    """token_logprobs of n tokens, a slice at a time: of the size of the logits (n, V), there is no other tensor."""
+
+    @staticmethod
+    def forward(ctx, logits, tokens, temperature):
+        """Log-probabilities (n,), and entropies (n,), which have no gradient."""
+        size = max(1, 2**24 // logits.shape[1])  # tokens in a slice of 64 MB
+        both = []
+        for x, token in zip(logits.split(size), tokens[:, None].split(size)):
+            log_softmax = (x.float() / temperature).log_softmax(1)
+            logprobs = log_softmax.gather(1, token).squeeze(1)
+            entropy = -log_softmax.exp().mul_(log_softmax).sum(1)
+            both.append(torch.stack([logprobs, entropy]))
+        logprobs, entropy = torch.cat(both, 1)
+        ctx.save_for_backward(logits, tokens, logprobs)
+        ctx.mark_non_differentiable(entropy)
+        ctx.temperature, ctx.size = temperature, size
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        """(one_hot - softmax) / temperature, times the gradient. It takes the memory of the logits: autograd would end
+        the run if another step needed them."""
+        logits, *columns = ctx.saved_tensors
+        columns = [x[:, None].split(ctx.size) for x in (*columns, grad / ctx.temperature)]
+        for x, token, logprob, slope in zip(logits.split(ctx.size), *columns):
+            scaled = x.float() / ctx.temperature
+            softmax = scaled.sub_(scaled.gather(1, token) - logprob).exp_()  # minus the log of the normaliser
+            x.copy_(softmax.mul_(-slope).scatter_add_(1, token, slope))
+        return logits, None, None
+
+
+def token_logprobs(logits, tokens, temperature=1.0):
+    """(B, T) log-probabilities of tokens under softmax(logits / temperature), from logits (B, T, V), and entropies."""
+    logprobs, entropy = TokenLogprobs.apply(logits.flatten(0, 1), tokens.flatten(), temperature)
+    return logprobs.view(tokens.shape), entropy.view(tokens.shape)
+
+
 def completion_logprobs(model, prompts, completions, args):
     """(B, T) log-probability of each token of the completions, 0 on padding, and their mask, true on real tokens."""
     prompt_ids, prompt_mask = pad(prompts, model.tokenizer, args, "left")  # (B, P)
@@ -222,13 +268,8 @@ def completion_logprobs(model, prompts, completions, args):
     positions = torch.arange(P - 1, P + T - 1, device=ids.device)  # P-1+t predicts token t
     with autocast(args):
         output = forward(model, text_ids, text_mask, use_cache=False, logits_to_keep=positions)
-    logits = output.logits.float()  # (B, T, V)
-    return token_logprobs(logits, ids).masked_fill(~mask, 0.0), mask
-
-
-def token_logprobs(logits, tokens):
-    """(B, T) log-probability of each token under logits (B, T, V)."""
-    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    logprobs, _ = token_logprobs(output.logits, ids)  # (B, T)
+    return logprobs.masked_fill(~mask, 0.0), mask
 
 
 def completion_logps(model, pairs, args):
@@ -255,60 +296,81 @@ def read_reference(reference, pairs, args):
 
 
 # --- 3. Loss ----------------------------------------------------------------------------------------------------------
-def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta):
+def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, loss_type="sigmoid", label_smoothing=0.0):
     """Losses (b,), and the rewards beta log(pi / pi_ref) of chosen and rejected completions, (b,) each.
 
-    All four inputs are log-probabilities of completions (b,). The gradient is -beta sigmoid(-beta Delta) times that of
-    log pi(y_w|x) - log pi(y_l|x): largest where the policy prefers the wrong completion.
+    All four inputs are log-probabilities of completions (b,). The gradient of the first loss is -beta sigmoid(-beta
+    Delta) times that of log pi(y_w|x) - log pi(y_l|x): largest where the policy prefers the wrong completion.
     """
     chosen_rewards = beta * (chosen - ref_chosen)
     rejected_rewards = beta * (rejected - ref_rejected)
-    losses = -F.logsigmoid(chosen_rewards - rejected_rewards)
+    margins = chosen_rewards - rejected_rewards  # beta Delta
+    match loss_type:
+        case "sigmoid":
+            losses = -F.logsigmoid(margins)
+            losses = (1 - label_smoothing) * losses - label_smoothing * F.logsigmoid(-margins)
+        case "hinge":
+            losses = torch.relu(1 - margins)
+        case "ipo":
+            losses = ((margins - 0.5) / beta) ** 2
     return losses, chosen_rewards.detach(), rejected_rewards.detach()
 
 
-def other_loss(chosen_rewards, rejected_rewards, args):
-    """(b,) losses for another --loss-type, or with label smoothing, from the rewards beta log(pi / pi_ref) (b,)."""
-    margins = chosen_rewards - rejected_rewards  # beta Delta
-    match args.loss_type:
-        case "sigmoid":
-            s = args.label_smoothing
-            return -(1 - s) * F.logsigmoid(margins) - s * F.logsigmoid(-margins)
-        case "hinge":
-            return torch.relu(1 - margins)
-        case "ipo":
-            return ((margins - 0.5) / args.beta) ** 2
+def pair_losses(policy, pairs, ref_logps, args):
+    """Steps 2 and 3: the losses (b,) of pairs, given their log pi_ref(y|x) (b, 2), and metrics (b, 1)."""
+    chosen, rejected = completion_logps(policy, pairs, args)  # (b,) each
+    logps = chosen, rejected, *ref_logps.unbind(1)
+    losses, chosen_rewards, rejected_rewards = dpo_loss(*logps, args.beta, args.loss_type, args.label_smoothing)
+    margins = chosen_rewards - rejected_rewards
+    metrics = {
+        "loss": losses,
+        "rewards/chosen": chosen_rewards,
+        "rewards/rejected": rejected_rewards,
+        "rewards/accuracies": margins > 0,
+        "rewards/margins": margins,
+        "logps/chosen": chosen,
+        "logps/rejected": rejected,
+    }
+    return losses, {name: x[:, None] for name, x in metrics.items()}
 
 
 # --- 4. Update --------------------------------------------------------------------------------------------------------
+def masked_sum(x, mask):
+    """Sums over real tokens. Values on padding are ignored, even NaN."""
+    return x.masked_fill(~mask, 0.0).sum()
+
+
+class Meter(Counter):
+    """Means of metrics over the real tokens of all micro-batches that were added, in all processes."""
+
+    def add(self, metrics, mask):
+        """Adds metrics of tokens (b, T), or of responses (b, 1), where the mask (b, T) is true."""
+        for name, x in metrics.items():
+            real = mask[:, : x.shape[1]]
+            self[name] += torch.stack([masked_sum(x.detach(), real), real.sum()])
+
+    def means(self):
+        """Metric -> mean. The device is read once."""
+        sums, counts = all_reduce(torch.stack(list(self.values()))).unbind(1)
+        return dict(zip(self, (sums / counts.clamp(min=1)).tolist()))
+
+
 def update(policy, optimizer, batch, ref_logps, args):
-    """Makes one optimiser step on a batch of pairs, given their log pi_ref(y|x) (B, 2). Returns its metrics. Without an
-    optimiser, only computes the metrics.
+    """Makes one optimiser step on a batch of pairs, given their log pi_ref(y|x) (B, 2). Returns its metrics.
 
     The loss is the mean over all pairs of the batch, however they are split into micro-batches and among processes.
     """
-    sums = Counter()
-    for rows, counts in micro_batches(range(len(batch)), args):
-        chosen, rejected = completion_logps(policy, [batch[i] for i in rows], args)  # (b,) each
-        ref_chosen, ref_rejected = ref_logps[rows].unbind(1)
-        losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
-        if args.label_smoothing or args.loss_type != "sigmoid":
-            losses = other_loss(args.beta * (chosen - ref_chosen), args.beta * (rejected - ref_rejected), args)
-        loss = (losses * counts).sum() / len(batch)
-        if optimizer:
-            (WORLD_SIZE * loss).backward()  # clip_gradient averages over processes
-        margins = chosen_rewards - rejected_rewards
-        seen = {"loss": losses, "rewards/chosen": chosen_rewards, "rewards/rejected": rejected_rewards}
-        seen |= {"rewards/accuracies": margins > 0, "rewards/margins": margins}
-        seen |= {"logps/chosen": chosen, "logps/rejected": rejected}
-        sums.update({name: (x.detach() * counts).sum() / len(batch) for name, x in seen.items()})  # a Counter adds
-    means = all_reduce(torch.stack(list(sums.values()))).tolist()
-    stats = dict(zip(sums, means))
-    if optimizer:
-        stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
-        if math.isfinite(stats["grad_norm"]):  # otherwise the step would turn the weights into NaN
-            optimizer.step()
-        optimizer.zero_grad()
+    meter = Meter()
+    for rows, mask in micro_batches(range(len(batch)), args):
+        losses, metrics = pair_losses(policy, [batch[i] for i in rows], ref_logps[rows], args)
+        loss = masked_sum(losses, mask) / len(batch)
+        (WORLD_SIZE * loss).backward()  # gradients are averaged over processes
+        meter.add(metrics, mask[:, None])
+    stats = meter.means()
+    stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
+    if math.isfinite(stats["grad_norm"]):  # otherwise the step would turn the weights into NaN
+        optimizer.step()
+    optimizer.zero_grad()
     return stats
 
 
@@ -316,58 +378,62 @@ def update(policy, optimizer, batch, ref_logps, args):
 @torch.no_grad()
 def evaluate(policy, pairs, ref_logps, args):
     """The same metrics on the test split."""
-    stats = update(policy, None, pairs, ref_logps, args)
-    return {f"eval/{name}": x for name, x in stats.items()}
+    meter = Meter()
+    for rows, mask in micro_batches(range(len(pairs)), args):
+        _, metrics = pair_losses(policy, [pairs[i] for i in rows], ref_logps[rows], args)
+        meter.add(metrics, mask[:, None])
+    return {f"eval/{name}": x for name, x in meter.means().items()}
 
 
 @torch.no_grad()
-def show_samples(run, policy, reference, pairs, args):
-    """Prints prompts with answers of policy and reference. Saves the log-probabilities of the policy's
-    answers under both, for tools/xray.py."""
+def show_samples(run, policy, reference, pairs, first_answers, args):
+    """Prints prompts with answers of the policy, now and before training. Saves the log-probabilities of its answers
+    under policy and reference, for tools/xray.py."""
     decode = policy.tokenizer.batch_decode
     prompts = [pair.prompt for pair in pairs]
-    answers = draw_answers(policy, prompts, args)
-    chosen = [pair.chosen for pair in pairs]
-    columns = {"prompt": decode(prompts), "chosen": decode(chosen), "policy": decode(answers)}
+    answers = draw_answers(policy, pairs, args)
+    columns = {"prompt": decode(prompts), "chosen": decode([pair.chosen for pair in pairs])}
+    columns |= {"policy": decode(answers), "reference": decode(first_answers)}
     tensors = {}
     tensors["prompts"], tensors["prompt_mask"] = pad(prompts, policy.tokenizer, args, "left")  # (3, P)
     tensors["responses"], tensors["mask"] = pad(answers, policy.tokenizer, args)  # (3, T), like the next ones
     tensors["logprobs"], _ = completion_logprobs(policy, prompts, answers, args)
     if reference is not None:
         tensors["ref_logprobs"], _ = completion_logprobs(reference, prompts, answers, args)
-        columns["reference"] = decode(draw_answers(reference, prompts, args))
     run.show(columns, tensors)
 
 
-def draw_answers(model, prompts, args):
-    """Samples at most 53 tokens for each prompt, at temperature 1, always with the same random numbers."""
+def draw_answers(policy, pairs, args):
+    """Samples at most 53 tokens for the prompt of each pair, at temperature 1, always with the same random numbers."""
     torch.manual_seed(args.seed)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", 2**31)
-    room = context - max(map(len, prompts))
-    stored = model.generation_config
-    options = {"eos_token_id": stored.eos_token_id, "pad_token_id": model.tokenizer.pad_token_id, "do_sample": True}
-    model.generation_config = GenerationConfig(max_new_tokens=min(53, room), top_k=0, **options)  # nothing else of it
+    context = getattr(policy.config.get_text_config(), "max_position_embeddings", 2**31)
+    room = context - max((len(pair.prompt) for pair in pairs), default=0)
     answers = []
-    for prompt in prompts:
-        ids = torch.tensor(prompt[None], device=args.device).long()
+    for pair in pairs:
+        ids = torch.tensor(pair.prompt[None], device=args.device).long()
         with autocast(args):
-            text = model.generate(ids)
-        answers.append(text[0, len(prompt) :].cpu().numpy())
-    model.generation_config = stored
+            text = policy.generate(ids, max_new_tokens=min(53, room))
+        answers.append(text[0, len(pair.prompt) :].cpu().numpy())
     return answers
 
 
-# --- Model ------------------------------------------------------------------------------------------------------------
+# --- Models -----------------------------------------------------------------------------------------------------------
 CURVES = "loss$|rewards/(chosen|rejected|accuracies)$"  # metrics of curves.png
 
 
-def load_policy(args):
-    """Loads the policy. It stays in evaluation mode: dropout is off, as in the reference (TRL)."""
+def load_models(args):
+    """Loads the policy, and makes the reference, a copy; with LoRA, it is the policy without its adapters. They stay in
+    evaluation mode: dropout is off (TRL)."""
     policy = load_model(AutoModelForCausalLM, args.model)
-    ends = {*eos_tokens(policy), end_of_turn(policy.tokenizer)}
-    policy.generation_config.eos_token_id = sorted(ends)  # for programs that sample from it later
-    policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
-    return policy
+    policy.stop_token_ids = find_stop_tokens(policy, is_chat=bool(policy.tokenizer.chat_template))
+    set_generation(policy, temperature=1.0)
+    if args.lora_r:
+        add_adapters(policy, args.lora_r)
+        reference = partial(without_adapters, policy)
+        reference.tokenizer = policy.tokenizer
+    else:
+        reference = deepcopy(policy).requires_grad_(False)
+    return policy, None if args.reference_free else reference
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
@@ -386,28 +452,29 @@ class Pair:
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
-def load_pairs(args, split, model):
+def load_pairs(args, tokenizer, split):
     """The pairs of a split, cut to max_length tokens. Those whose answers are then equal are dropped."""
 
     def texts_of(row):
         """The prompt, and the prompt with either answer, as the model reads them."""
         prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
-        if prompt is None and isinstance(chosen, list) and isinstance(rejected, list):
+        if not is_chat:
+            check_text(prompt, "prompt")
+            check_completion(prompt, chosen, "chosen")
+            check_completion(prompt, rejected, "rejected")
+            return prompt, prompt + chosen, prompt + rejected
+        check_messages(chosen, last="assistant")
+        check_messages(rejected, last="assistant")
+        if prompt is None:
             require(chosen[:-1] == rejected[:-1], "'chosen' and 'rejected' differ before their last messages")
             prompt, chosen, rejected = chosen[:-1], chosen[-1:], rejected[-1:]
-        is_one = all(x and isinstance(x, list if is_chat else str) for x in (prompt, chosen, rejected))
-        require(is_one, "'prompt', 'chosen' and 'rejected' should be texts in all rows, or messages in all rows")
-        if not is_chat:
-            return prompt, prompt + chosen, prompt + rejected
+        require(len(chosen) == len(rejected) == 1, "'chosen' or 'rejected' is not one message")
         check_messages(prompt, last="user")
-        texts = [render(prompt, row, tokenizer, add_generation_prompt=True)]
-        for answer in (chosen, rejected):
-            require(len(answer) == 1, "'chosen' or 'rejected' is not one message")
-            check_messages(answer, last="assistant")
-            texts.append(render_answer(prompt + answer, row, tokenizer))
-            begins = texts[-1].startswith(texts[0])
-            require(begins, f"the chat template does not write {texts[0][-30:]!r} before an answer")
-        return texts
+        start = render(prompt, row, tokenizer, add_generation_prompt=True)
+        texts = [render_answer(prompt + answer, row, tokenizer) for answer in (chosen, rejected)]
+        has_prompt = all(text.startswith(start) for text in texts)
+        require(has_prompt, f"the chat template does not write {start[-30:]!r} before an answer")
+        return start, *texts
 
     def pair_of(columns):
         """The ids of a row's texts, divided where the prompt ends."""
@@ -423,17 +490,16 @@ def load_pairs(args, split, model):
         require(isinstance(margin, (int, float)) and math.isfinite(margin), f"'margin' is no number: {margin!r:.60}")
         return Pair(prompt, *texts, margin)
 
-    tokenizer = model.tokenizer
-    rows = read_rows(args.dataset, args.dataset_config, split)
+    rows = read_rows(args, split)
     is_chat = isinstance(rows[0].get("chosen") if rows else None, list)
     texts = parse(rows, texts_of, f"{args.dataset}, {split}")
     ids = [encode(list(column), tokenizer, is_chat) for column in zip(*texts)]
     whole = parse(zip(rows, *ids), pair_of, f"{args.dataset}, {split}")
-    limit = min(args.max_length, getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length))
-    pairs = [cut_to_fit(pair, limit, args) for pair in whole]
+    pairs = [cut_to_fit(pair, args) for pair in whole]
     pairs = [pair for pair in pairs if not np.array_equal(pair.chosen, pair.rejected)]
-    num_cut = sum(len(pair) > limit for pair in whole)
-    print(f"{split}: {len(pairs)} of {len(whole)} pairs differ within {limit} tokens; {num_cut} were cut")
+    num_cut = sum(len(pair) > args.max_length for pair in whole)
+    print(f"{split}: {len(pairs)} of {len(whole)} pairs differ within {args.max_length} tokens; {num_cut} were cut")
+    require(pairs or not rows, f"no two answers differ within --max-length {args.max_length}")
     for pair in pairs[:1]:
         texts = tokenizer.batch_decode([pair.prompt, pair.chosen, pair.rejected])
         print("the first one, as the model reads it:", *map(repr, texts), sep="\n  ")
@@ -462,24 +528,19 @@ def micro_batches(rows, args):
     return [([rows[i] for i in part % n], (part < n).to(args.device)) for part in parts]
 
 
-def choose_sizes(args, model, pairs, default_rate):
-    """Returns the settings with learning rate and batch sizes filled in, and prints them."""
-    require(pairs, f"--dataset {args.dataset} has no pairs to train on (recipes/data.py converts csv and others)")
+def choose_sizes(args, model, pairs, rate, num_tokens):
+    """Returns the settings with learning rate and batch sizes filled in, and prints them. A pass on a GPU has at most
+    num_tokens tokens."""
     if args.lora_r:
-        default_rate *= 10
-    rate = args.learning_rate or float(f"{default_rate:.2g}")
-    batch_size = args.batch_size
-    per_device = args.per_device_train_batch_size
-    if per_device:
-        batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
+        rate *= 10
+    rate = args.learning_rate or float(f"{rate:.2g}")
     num_pairs = args.num_train_epochs * len(pairs)
-    batch_size = batch_size or next((size for size in (64, 32, 16, 8) if num_pairs / size >= 100), 4)
-    longest = max(map(len, pairs))
-    b = args.micro_batch_size or per_device or (16 if args.device == "cpu" else max(1, 4096 // longest))  # of two texts
+    batch_size = args.batch_size or next((size for size in (64, 32, 16, 8) if num_pairs / size >= 100), 4)
+    longest = 2 * max(map(len, pairs))  # tokens of a pair
+    b = args.micro_batch_size or (16 if args.device == "cpu" else max(1, num_tokens // longest))
     print(f"model: {args.model}, {model.num_parameters() / 1e6:.2f}M parameters on {args.device}, learning rate {rate}")
     print(f"each step: {batch_size} of {len(pairs)} pairs, {b} at a time")
-    sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": b}
-    return replace(args, per_device_train_batch_size=None, **sizes)
+    return replace(args, learning_rate=rate, batch_size=batch_size, micro_batch_size=b)
 
 
 def require(condition, message):
@@ -494,73 +555,113 @@ def parse(rows, function, where):
     for number, row in enumerate(rows, 1):
         try:
             parsed.append(function(row))
-        except (SystemExit, ValueError, TypeError, TemplateError) as error:
+        except (SystemExit, ValueError, TemplateError) as error:
             reason = str(error).removeprefix("error: ")
             sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
 
 
-def read_rows(name, config, split):
-    """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub. Values stay as they are in the file. Without such a split, an empty list. train[:9] is the first nine rows."""
-    import datasets
+def check_name(name, flag):
+    """Refuses a missing folder, which the library would look for on the hub: a path, or below a folder that exists."""
+    is_path = name.startswith((".", "/", "~")) or Path(Path(name).parts[0]).is_dir()
+    require(Path(name).exists() or not is_path, f"{flag} {name}: there is no such file or folder")
 
+
+def read_rows(args, split):
+    """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is that of training), or of a
+    split on the hub; [] if there is no test split. All rows have the same columns: None where the file has no value."""
+    name = args.dataset
+    check_name(name, "--dataset")
     path = Path(name)
-    part, _, end = str(split).partition("[:")
-    files = [path] if path.suffix in (".jsonl", ".parquet") and path.is_file() and part == "train" else []
-    files += [file for file in (path / f"{part}.jsonl", path / f"{part}.parquet") if file.exists()]
-    if files and files[0].suffix == ".jsonl":
-        with open(files[0], "rb") as lines:
-            rows = parse(lines, json.loads, files[0])
-    elif files:
-        rows = datasets.Dataset.from_parquet(str(files[0])).to_list()
-    elif not path.exists() and part in datasets.get_dataset_split_names(name, config):
-        rows = datasets.load_dataset(name, config, split=part).to_list()
+    if path.is_file():
+        splits = {args.dataset_train_split: path}
+    elif path.is_dir():
+        splits = {file.stem: file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet")}
     else:
+        import datasets
+
+        splits = dict.fromkeys(datasets.get_dataset_split_names(name, args.dataset_config), path)
+    if split not in splits and split != args.dataset_train_split:
         return []
-    print(f"{split}: reads {(files + [name])[0]}")
-    return rows[: int(end[:-1])] if end else rows
+    require(split in splits, f"{name} has no {split}.jsonl or {split}.parquet, only the splits {list(splits)}")
+    file = splits[split]
+    if file.suffix == ".jsonl":
+        rows = parse(file.read_bytes().splitlines(), pydantic.TypeAdapter(dict).validate_json, file)
+    elif file.suffix == ".parquet":
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    else:
+        require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
+        rows = datasets.load_dataset(name, args.dataset_config, split=split).to_list()
+    if file.suffix != ".jsonl":
+        rows = json.loads(json.dumps(rows), object_hook=without_nulls)
+    require(rows, f"{file} has no rows")
+    SOURCES[split] = f"{len(rows)} rows of {file}"
+    print(f"{split}: {SOURCES[split]}")
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [{column: row.get(column) for column in columns} for row in rows]
+
+
+def without_nulls(x):
+    """An object without the nulls that the schema of a parquet file puts where a row has no such key."""
+    return {key: value for key, value in x.items() if value is not None}
+
+
+def check_text(text, column):
+    """Refuses what is no text, is empty, or is a conversation as JSON text."""
+    is_text = isinstance(text, str) and text.strip() and not re.match(r'\s*\[\s*{\s*"(role|content)"', text)
+    require(is_text, f"{column!r} should be a text in all rows, or messages in all rows, but this is {text!r:.60}")
+
+
+def check_completion(prompt, completion, column):
+    """Refuses what is no text, or begins with its prompt (of two words or more), which would then be read twice."""
+    check_text(completion, column)
+    start = prompt.strip()
+    repeats = len(start.split()) > 1 and re.match(re.escape(start) + r"(\b|\W|$)", completion.strip())
+    require(not repeats, f"{column!r} begins with the prompt: {completion!r:.60}")
 
 
 def check_messages(messages, last):
     """Refuses what is not a list of {role, content} that ends with a message of the role `last`."""
+    require(isinstance(messages, list) and messages, f"these are no messages, as in other rows: {messages!r:.60}")
     for message in messages:
         is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
         require(is_message, f"a message has a role and a content, but this is {message!r:.60}")
         require(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
         is_text = isinstance(message["content"], str) and message["content"].strip()
         require(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
-    require(messages and messages[-1]["role"] == last, f"the last message is not one of the {last}")
+    require(messages[-1]["role"] == last, f"the last message is not one of the {last}")
 
 
 def render(messages, row, tokenizer, **options):
     """Renders messages with the chat template, which gets the row's `tools` and `chat_template_kwargs` (as in TRL).
     Refuses a row of which the template leaves something out."""
     require(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
-    options |= row.get("chat_template_kwargs") or {}
-    text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options)
+    settings = row.get("chat_template_kwargs") or {}
+    is_plain = isinstance(settings, dict) and "chat_template" not in settings
+    require(is_plain, f"chat_template_kwargs should be an object, without a template: {settings!r:.60}")
+    text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options | settings)
     for message in messages:
         require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
     return text
 
 
+@cache
+def turn_end(tokenizer):
+    """What the chat template writes behind an answer, and its part up to the token that ends the turn, such as
+    <|im_end|>, or else EOS. A placeholder shows it: an answer could hold these texts."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "PLACEHOLDER"}]
+    _, _, tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("PLACEHOLDER")
+    tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    ends = [tail.index(token) + len(token) for token in tokens if token in tail]
+    return tail, tail[: min(ends)] if ends else tokenizer.eos_token
+
+
 def render_answer(messages, row, tokenizer):
     """Renders messages up to and including the token that ends the last one, such as <|im_end|>, or else EOS."""
-    content = messages[-1]["content"].strip()
-    head, _, tail = render(messages, row, tokenizer).rpartition(content)
-    ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-    found = [end for end in ends if end in tail]
-    end = min(found, key=tail.find, default=tokenizer.eos_token)
-    return head + content + tail.partition(end)[0] + end
-
-
-def end_of_turn(tokenizer):
-    """Id of the token that ends an answer: with a chat template that of its turns, such as <|im_end|>, else EOS."""
-    if not tokenizer.chat_template:
-        return tokenizer.eos_token_id
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    text = render_answer(turns, {}, tokenizer)
-    return tokenizer.encode(text, add_special_tokens=False)[-1]
+    tail, end = turn_end(tokenizer)
+    text = render(messages, row, tokenizer)
+    require(text.endswith(tail), f"the chat template ends this answer in another way than others: {text[-60:]!r}")
+    return text.removesuffix(tail) + end
 
 
 def encode(texts, tokenizer, is_chat=False):
@@ -573,12 +674,16 @@ def encode(texts, tokenizer, is_chat=False):
     adds_eos = not is_chat and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
     if adds_eos:
         rows = [ids[:-1] for ids in rows]
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # GPT-2, which knows every text, has one for both
+    for number, (text, ids) in enumerate(zip(texts, rows), 1):
+        require(unknown.isdisjoint(ids), f"row {number}: --model has no token for a part of {text!r:.60}")
     return rows
 
 
 def pad(rows, tokenizer, args, side="right"):
     """Pads rows of token ids to one tensor (B, S); returns it, and its mask (B, S), true on real tokens."""
-    padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt").to(args.device)
+    options = {"padding_side": side, "return_attention_mask": True, "return_tensors": "pt"}
+    padded = tokenizer.pad({"input_ids": rows}, **options).to(args.device)
     return padded["input_ids"].long(), padded["attention_mask"].bool()
 
 
@@ -589,31 +694,74 @@ def shuffled(n, seed, number):
 
 
 def make_seed(*numbers):
-    """One seed from several numbers. The draws of a step do not depend on the steps before it."""
+    """One seed from several numbers; zeros at the end do not count. The draws of a step depend on no other step."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 # --- Models -----------------------------------------------------------------------------------------------------------
+def load_tokenizer(name):
+    """Loads a tokenizer from a folder or the hub."""
+    check_name(name, "--model")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has no EOS token, which ends a text")
+    return tokenizer
+
+
+def fit_context(args, name):
+    """Returns the settings with a max_length that the model can read."""
+    config = AutoConfig.from_pretrained(name).get_text_config()
+    context = getattr(config, "max_position_embeddings", args.max_length)
+    return replace(args, max_length=min(args.max_length, context))
+
+
 def load_model(auto_class, name, new_weights=()):
     """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
     missing, which the library would draw at random; those of a new head may be."""
     require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: see tools/merge.py")
+    tokenizer = load_tokenizer(name)
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
+    require(not hasattr(model.config, "quantization_config"), f"{name} is quantised: use the model that it was made of")
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
     require(not wrong, f"{name} is not a {type(model).__name__}: weights are missing or unexpected: {list(wrong)[:3]}")
-    model.tokenizer = AutoTokenizer.from_pretrained(name)
-    if model.tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
-        model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since padding is masked
+    if tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
+        tokenizer.pad_token = tokenizer.eos_token  # any token will do, since padding is masked
+    model.tokenizer = tokenizer
     return model.eval()
 
 
-def eos_tokens(model):
-    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>. Only added tokens
-    count, since a config's default can be any token."""
+def find_stop_tokens(model, is_chat):
+    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>, if they are added
+    tokens, since a config's default can be any token; in conversations also the end of the chat template's turns."""
+    tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
-    ids = {model.tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
-    return sorted(ids & model.tokenizer.added_tokens_decoder.keys())
+    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
+    ids &= tokenizer.added_tokens_decoder.keys()
+    if is_chat:
+        ids.add(tokenizer.encode(turn_end(tokenizer)[1], add_special_tokens=False)[-1])
+    print(f"a text ends at one of {tokenizer.convert_ids_to_tokens(sorted(ids))}")
+    return sorted(ids)
+
+
+def set_generation(model, temperature):
+    """Sets how other programs sample from the saved model: as the run does, and nothing else of what it came with."""
+    ids = {"eos_token_id": model.stop_token_ids, "pad_token_id": model.tokenizer.pad_token_id}
+    model.generation_config = GenerationConfig(do_sample=True, temperature=temperature, top_k=0, **ids)
+
+
+def add_adapters(model, r):
+    """Freezes a model, and adds trained adapters of rank r to all of its linear layers (LoRA, Hu et al. 2021)."""
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig(r=r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def without_adapters(model, **inputs):
+    """The output of a model with LoRA as it was before training, without a copy: its adapters are scaled by 0."""
+    from peft.helpers import rescale_adapter_scale
+
+    with rescale_adapter_scale(model, 0.0):
+        return model(**inputs)
 
 
 def autocast(args):
@@ -625,22 +773,31 @@ def autocast(args):
 
 # --- Processes
 def start(args):
-    """Joins the processes of torchrun, if it started this one, and configures the libraries."""
+    """Makes the folder of the run, joins the processes of torchrun, and configures the libraries. Returns the settings
+    with the folder."""
+    name = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder = Path(args.resume or args.output_dir or name)
+    if not RANK and not args.resume:
+        folder.mkdir(parents=True, exist_ok=True)
+        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb"}  # of a run without a step
+        require(not others, f"--output-dir {folder} has files: {sorted(others)[:3]}")
+    device_type = torch.device(args.device).type
+    if "RANK" in os.environ and not dist.is_initialized():
+        if device_type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "gloo"  # sums on the CPU, too, decide when a run ends
+        if device_type != "cpu":
+            backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # a process may wait for a slow reward function
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     set_seed(args.seed)  # all processes draw the same new weights
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
-    if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if args.device != "cpu":
+    if device_type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    elif sys.platform == "linux" and WORLD_SIZE == 1:
-        # glibc keeps freed memory: with a large vocabulary, asking the system again takes up to half of the time
-        glibc = ctypes.CDLL(None)
-        glibc.mallopt(-4, 0)  # M_MMAP_MAX
-        glibc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group(timeout=timedelta(hours=2))  # a process may wait for a slow reward function
+    elif args.bf16 and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        print("--bf16 is several times slower on this CPU, which has no AVX-512 BF16")
+    return replace(args, output_dir=str(folder))
 
 
 def all_reduce(x):
@@ -660,67 +817,95 @@ def all_gather(x):
 
 
 def place(model, args):
-    """Moves a model to the device. Recomputes its layers, or runs them in bfloat16, as the settings say."""
+    """Moves a model to the device. Recomputes its layers, or runs them in bfloat16, as the settings say. With several
+    processes, each keeps a share of its weights, gradients and moments (ZeRO, 1910.02054), by torch's fully_shard."""
     is_trained = any(p.requires_grad for p in model.parameters())
-    for layer in model.modules():
-        if not isinstance(layer, GradientCheckpointingLayer):
-            continue
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
         if args.gradient_checkpointing and is_trained:
             recompute_activations(layer)
         for module in layer.modules():
             if args.bf16 and isinstance(module, nn.Linear) and not module.weight.requires_grad:
                 module.bfloat16()  # once: autocast would cast a frozen weight at each use
+    if WORLD_SIZE > 1 and (is_trained or args.zero_stage == 3):
+        mesh = dist.init_device_mesh(torch.device(args.device).type, (WORLD_SIZE,))
+        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
+        for module in layers + roots:
+            fully_shard(module, mesh=mesh, reshard_after_forward=args.zero_stage == 3)
     model.to(args.device)
 
 
+def shards(model):
+    """The parts of a model that are divided among processes."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def gathered(model, args):
+    """Within this context, each process has all weights of a model: they are sent once, not for each token."""
+    for module in shards(model):
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    yield
+    for module in shards(model):
+        module.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
+        module.reshard()
+
+
 def clip_gradient(parameters, max_norm):
-    """Averages the gradient over processes, clips it to max_norm, and returns its norm before."""
-    for p in parameters:
-        if WORLD_SIZE > 1 and p.grad is not None:
-            dist.all_reduce(p.grad)
-            p.grad /= WORLD_SIZE
-    return nn.utils.clip_grad_norm_(parameters, max_norm)
+    """Clips the gradient, which is averaged over processes, to max_norm, and returns its norm before."""
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if WORLD_SIZE > 1 else norm
 
 
 # --- The run
 class Run:
     """The output of a run: progress bar, metrics.jsonl, W&B, samples, checkpoints, and at the end model and curves.
-    `carry` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
+    `state` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
-    def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
+    def __init__(self, args, num_steps, optimizer, schedule, state, **models):
         self.args = args
         self.num_steps = num_steps
         self.optimizer = optimizer
-        self.carry = carry
+        self.state = state
         self.models = nn.ModuleDict(models)
         self.step = 0
         self.stop_requested = False
         self.saved_at = time.time()
-        script = Path(__file__).stem
-        new_folder = f"runs/{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.output = Path(args.resume or args.output_dir or new_folder)  # only process 0 writes to it
+        self.shown = {}  # metrics beside the bar
+        self.output = Path(args.output_dir)  # only process 0 writes to it
+        self.lock = FileLock(self.output / ".lock")  # until the process ends
+        if not RANK:
+            self.lock.acquire(timeout=0)  # or another run writes to the folder
         if args.resume:
             self.restore()
         for _ in range(self.step):
             schedule.step()
+        optimizer.register_step_post_hook(self.reshard)
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True, disable=RANK > 0)
         self.wandb = None
         if RANK:
             return
-        self.output.mkdir(parents=True, exist_ok=bool(args.resume))
-        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        self.file = open(self.output / "metrics.jsonl", "a")
+        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
+        about = {"revision": revision, "data": SOURCES}
+        (self.output / "args.json").write_text(json.dumps(asdict(args) | about, indent=2))
         if args.track:
             import wandb
 
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
             self.wandb = wandb.init(**options)
 
+    def reshard(self, *_):
+        """After an optimiser step, the weights that a pass has gathered are old."""
+        for module in shards(self.models):
+            module.reshard()
+
     def steps(self):
-        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C and SIGTERM end the loop after the
-        current step."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
+        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
+        after the current step."""
+        numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
+        handlers = [signal.signal(number, self.on_signal) for number in numbers]
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
             self.step_started = time.perf_counter()
@@ -731,16 +916,25 @@ class Run:
             self.stop_requested = stops > 0  # in any process
             if stops or lates or self.step % self.args.save_steps == 0:
                 self.save()
+        for number, handler in zip(numbers, handlers):
+            signal.signal(number, handler)
+
+    def on_signal(self, number, _):
+        """Ends the run after this step; a second signal of the kind ends it at once."""
+        self.stop_requested = True
+        signal.signal(number, signal.SIG_DFL)
+        self.bar.write(f"{signal.Signals(number).name}: ends after this step, with a checkpoint. Once more: ends now")
 
     def log(self, stats, *shown):
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
         stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
-        values = {name.split("/")[-1]: stats[name] for name in shown}
-        self.bar.set_postfix(values, refresh=False)
-        self.bar.update()
+        self.shown |= {name.replace("objective/", ""): stats[name] for name in shown if name in stats}
+        self.bar.set_postfix(self.shown, refresh=False)
+        self.bar.update(self.step - self.bar.n)
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
-            print(json.dumps(line), file=self.file, flush=True)
+            with open(self.output / "metrics.jsonl", "a") as file:
+                print(json.dumps(line), file=file)
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
@@ -763,41 +957,51 @@ class Run:
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
         self.saved_at = time.time()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
+        num_bytes = (self.output / "metrics.jsonl").stat().st_size
+        saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
+        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]
+        saved |= {"weights": {name: weights[name] for name in trained}, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
-        weights = {name: p.data for name, p in self.models.named_parameters() if p.requires_grad}
-        state = {"step": self.step, "carry": self.carry, "weights": weights, "optimizer": self.optimizer.state_dict()}
-        torch.save(state, folder / "unfinished.pt")
-        (folder / "unfinished.pt").rename(folder / f"step-{self.step:08d}.pt")
+        unfinished = folder / "unfinished.pt"
+        try:
+            torch.save(saved, unfinished)
+        except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
+            unfinished.unlink(missing_ok=True)
+            sys.exit(f"error: no checkpoint could be written to {folder}. Is the disk full? {error}")
+        unfinished.rename(folder / f"step-{self.step:08d}.pt")
         files = sorted(folder.glob("step-*.pt"))
         for old in files[: -(self.args.save_total_limit or 1)]:
             old.unlink()
 
     def restore(self):
-        """Continues from the newest checkpoint."""
+        """Continues from the newest checkpoint, with the settings of this run."""
         found = sorted(self.output.glob("checkpoints/step-*.pt"))
-        require(found, f"{self.output} has no checkpoint (see --save-steps and --save-total-limit)")
+        require(found, f"{self.output} has no checkpoint, or is finished (see --save-steps and --save-total-limit)")
         print(f"reading {found[-1]} (if it is damaged, remove it)")
-        state = torch.load(found[-1], map_location="cpu", weights_only=True)
-        self.models.load_state_dict(state["weights"], strict=False)  # it has the trained weights alone
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
-        self.carry.update(state["carry"])
+        saved = torch.load(found[-1], map_location="cpu", weights_only=True)
+        options = StateDictOptions(full_state_dict=True, strict=False)  # it has the trained weights alone
+        _, optimizer = get_state_dict(self.models, self.optimizer, options=options)
+        optimizer["state"] = saved["moments"]
+        both = {"model_state_dict": saved["weights"], "optim_state_dict": optimizer}
+        wrong = set_state_dict(self.models, self.optimizer, **both, options=options).unexpected_keys
+        require(not wrong, f"the model has no weights of these names, which the checkpoint has: {wrong[:3]}")
+        self.step = saved["step"]
+        self.state.update(saved["state"])
         if not RANK:
-            file = self.output / "metrics.jsonl"
-            lines = file.read_text().splitlines(keepends=True)
-            file.write_text("".join(lines[: self.step]))  # one line for each step
+            os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
 
     def finish(self):
         """Saves the model, the model card and the curves."""
         self.bar.close()
+        save_model(self.models["model"], self.output)
         if RANK:
             return
-        save_model(self.models["model"], self.output)
-        self.file.close()
-        describe(self.output, self.args)
+        describe(self.output, self.args, self.step)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
@@ -807,38 +1011,53 @@ class Run:
 
 def save_model(model, folder):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter alone (see tools/merge.py)."""
-    model.save_pretrained(folder)
-    model.config.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
+    weights = None
+    if WORLD_SIZE > 1:  # gathers the shares of all processes
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(model, options=options)
+        weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
+    if not RANK:
+        model.save_pretrained(folder, state_dict=weights)
+        model.config.save_pretrained(folder)
+        model.tokenizer.save_pretrained(folder)
 
 
-def describe(folder, args):
+def describe(folder, args, step):
     """Writes curves.png, with a panel for each metric of CURVES, and README.md, the model card."""
     import pandas
 
-    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    lines.index += 1  # steps count from 1
-    curves = lines.filter(regex=CURVES).astype(float)
-    axes = curves.plot(subplots=True, layout=(-1, 3), figsize=(15, 8), style=".-")
+    lines = pandas.read_json(folder / "metrics.jsonl", lines=True).astype(float)
+    lines.index += step + 1 - len(lines)  # the last line is that of the last step
+    curves = lines.filter(regex=CURVES).interpolate(limit_area="inside")  # between evaluations
+    pairs = [(name, f"eval/{name}") for name in curves if f"eval/{name}" in curves]  # in one panel
+    styles = ["-" if name.startswith("eval/") else "." for name in curves]
+    axes = curves.plot(subplots=pairs or True, layout=(-1, 3), figsize=(15, 8), style=styles, xlabel="step")
     axes.flat[0].figure.savefig(folder / "curves.png", bbox_inches="tight")
-    settings = (folder / "args.json").read_text()
-    card = f"---\ntags: [{Path(__file__).stem}]\n---\nTrained from {args.model or 'scratch'} on {args.dataset}.\n"
-    card += f"## Settings\n```\n{settings}\n```\n## Last metrics\n```\n{lines.ffill().iloc[-1].to_string()}\n```\n"
-    (folder / "README.md").write_text(card)
+    base = "" if Path(args.model or "").exists() else f"base_model: {args.model}\n"
+    card = f"---\n{base}library_name: transformers\ntags: [{Path(__file__).stem}]\n---\n"
+    card += f"Trained from {args.model or 'scratch'} on {', '.join(SOURCES.values())}.\n"
+    card += f"\n![curves](curves.png)\n\n```\n{(folder / 'args.json').read_text()}\n```\n"
+    (folder / "README.md").write_text(card.replace(f"{TOY.parent}/", ""))
 
 
 def read_command_line():
-    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line."""
+    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line. It
+    runs files of code only if the command line names them: someone else may have written the folder."""
     read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
-    args = read()
-    if args.resume:
-        file = Path(args.resume, "args.json")
-        require(file.exists(), f"--resume {args.resume}: there is no run in this folder")
-        args = read(default=Args(**json.loads(file.read_text())))
+    given = read()
+    if not given.resume:
+        return given
+    file = Path(given.resume, "args.json")
+    require(file.exists(), f"--resume {given.resume}: there is no run in this folder")
+    args = read(default=Args(**json.loads(file.read_text())))
+    code = getattr(args, "reward_fn", None), getattr(args, "env", None)
+    is_named = code == (getattr(given, "reward_fn", None), getattr(given, "env", None))
+    require(is_named, f"--resume: give --reward-fn or --env again, since they name code: {code}")
     return args
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks ends no run
     if RANK:
         sys.stdout = open(os.devnull, "w")  # only process 0 prints
     train(read_command_line())
