@@ -30,6 +30,36 @@ def test_losses_and_gradients_ignore_padding():
     close(spoiled, expected * MASK)
 
 
+# --- token_logprobs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens_of_a_slice", [1, 4, 99])
+def test_slices_of_logits_are_the_whole(tokens_of_a_slice, dtype, monkeypatch):
+    """Log-probabilities, entropies and the gradient are those of log_softmax, which sees all logits at once."""
+    logits, weights = randn(3, 5, 17).to(dtype), randn(3, 5)
+    tokens = torch.randint(17, (3, 5))
+    plain, sliced = leaf(logits), leaf(logits)
+    log_softmax = (plain.float() / 0.7).log_softmax(-1)
+    expected = log_softmax.gather(-1, tokens[..., None])[..., 0]
+    (expected * weights).sum().backward()
+    monkeypatch.setattr("builtins.max", lambda *_: tokens_of_a_slice)
+    logprobs, entropy = ppo.token_logprobs(sliced * 1, tokens, 0.7)
+    monkeypatch.undo()
+    (logprobs * weights).sum().backward()
+    close(logprobs.detach(), expected.detach())
+    close(entropy, -(log_softmax.exp() * log_softmax).sum(-1).detach())
+    close(sliced.grad.float(), plain.grad.float(), rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-6)
+
+
+def test_a_model_that_needs_its_logits_again_is_refused():
+    """The gradient takes their memory. A head such as tanh keeps its result for its own gradient."""
+    logits = randn(2, 3, 17).requires_grad_().tanh()
+    logprobs, _ = ppo.token_logprobs(logits, torch.ones(2, 3, dtype=torch.long))
+    with pytest.raises(RuntimeError, match="inplace"):
+        logprobs.sum().backward()
+
+
 # --- dpo_loss
 
 SIDES = ("policy_chosen_logps", "policy_rejected_logps", "reference_chosen_logps", "reference_rejected_logps")
@@ -49,11 +79,8 @@ def test_dpo_gradients_against_trl07(variant):
     reference = [i[side] for side in SIDES[2:]]
     if free == "True":
         reference = [torch.zeros_like(x) for x in reference]
-    args = SimpleNamespace(beta=float(beta), loss_type=kind, label_smoothing=float(smoothing))
-    losses, chosen_rewards, rejected_rewards = dpo.dpo_loss(chosen, rejected, *reference, args.beta)
-    if smoothing != "0.0" or kind != "sigmoid":
-        rewards = (args.beta * (x - y) for x, y in zip((chosen, rejected), reference))
-        losses = dpo.other_loss(*rewards, args)
+    settings = float(beta), kind, float(smoothing)
+    losses, chosen_rewards, rejected_rewards = dpo.dpo_loss(chosen, rejected, *reference, *settings)
     losses.mean().backward()
     close(losses.mean().detach(), theirs["loss_mean"])
     close(chosen.grad, theirs["grad_chosen"])

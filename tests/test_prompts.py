@@ -25,7 +25,7 @@ def groups(policy):
     for x in (r.prompts, r.prompt_mask):
         x[2] = x[0]
         x[5] = x[1]
-    return grpo.Rollout(r.prompts, r.prompt_mask, r.responses, r.mask, r.ended, r.old_logprobs, r.rows, 2)
+    return grpo.Rollout(r.prompts, r.prompt_mask, r.responses, r.mask, r.ended, r.old_logprobs, r.examples, 2)
 
 
 def read(policy, rollout, args):
@@ -33,8 +33,7 @@ def read(policy, rollout, args):
     sizes = []
     hook = policy.register_forward_pre_hook(lambda *x: sizes.append(x[2]["input_ids"].numel()), with_kwargs=True)
     policy.zero_grad()
-    with grpo.autocast(args):
-        logprobs = grpo.token_logprobs(grpo.response_forward(policy, rollout, args), rollout.responses)
+    logprobs, _ = grpo.logprobs_under(policy, rollout, args)
     weights = torch.rand(logprobs.shape, generator=torch.Generator().manual_seed(0))
     grpo.masked_sum(logprobs * weights, rollout.mask).backward()
     hook.remove()
