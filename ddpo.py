@@ -491,7 +491,8 @@ def check_update(stats, rollout, epoch, args):
     """Ends or warns of a run whose first ratio is not 1, or whose scores are all equal."""
     limit = min(1e-4, args.train_clip_range / 2)  # beyond it, rounding alone would clip
     if not stats["first_ratio_error"] <= limit:
-        message = "sampling and update use different distributions (first_ratio_error): dropout, --bf16, or NaN?"
+        message = "first_ratio_error: sampling and update differ, by dropout, NaN, or rounding. Against rounding, give "
+        message += "--sample-batch-size and --train-batch-size the same number, or leave out --bf16"
         require(epoch > 1, message)
         warnings.warn(message)
     if not rollout.advantages.any():
@@ -518,8 +519,8 @@ CURVES = "reward_mean|/mean$|objective/kl$|approx_kl|clipfrac"  # metrics of cur
 def load_chain(args):
     """Policy and reference, the UNet of a Stable Diffusion pipeline, in evaluation mode: dropout would move the ratio.
 
-    The schedule is DDIM's, with the noise and the spacing of the pipeline's own, but even steps instead of Karras'.
-    Latents are not clipped, as in StableDiffusionPipeline.
+    The schedule is DDIM's in even steps, with the noise of the pipeline's own. Latents are not clipped, as in
+    StableDiffusionPipeline.
     """
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
@@ -544,7 +545,7 @@ def load_chain(args):
     own = pipe.scheduler
     config = dict(own.config, _use_default_values=[])  # otherwise DDIM's defaults would replace those of the scheduler
     if config.get("timestep_spacing") != "trailing":
-        config["timestep_spacing"] = "leading"  # equal intervals, down to the first times
+        config["timestep_spacing"] = "leading"  # the steps of "linspace" do not lead from one time to the next
     ddim = diffusers.DDIMScheduler.from_config(config, clip_sample=False)
     is_known = ddim.config.prediction_type in ("epsilon", "sample", "v_prediction") and not ddim.config.thresholding
     require(is_known, f"{args.model}: its scheduler has a prediction_type or thresholding that is not supported")
@@ -577,16 +578,19 @@ def save_pipeline(unet, folder):
 save_model = save_pipeline  # Run calls it by this name
 
 
-def load_reward_fns(args):
-    """The functions of --reward-fn by name."""
+def load_reward_fns(args, prompts):
+    """The functions of --reward-fn by name, each a function of (rollout, tokenizer, args)."""
+    columns = prompts[0].keys() - {"input_ids"} | {"prompts", "prompts_text", "completions", "completion_ids", "ended"}
     reward_fns = {}
+    run_file.cache_clear()  # of an earlier run in this process
     for spec in args.reward_fn:
-        function = load_function(spec, "--reward-fn")
+        file = f"{TOY.parent}/rewards/model.py:" if spec == "reward_model" else ""  # which reads texts
+        function = load_function(file + spec, "--reward-fn")
         try:
-            inspect.signature(function).bind("images", "prompts", "metadata")
+            inspect.signature(function).bind(**dict.fromkeys(columns))
         except TypeError as error:
-            sys.exit(f"error: --reward-fn {spec}: {error}; it is called with images, prompts, metadata")
-        reward_fns[spec.rpartition(":")[2]] = function
+            sys.exit(f"error: --reward-fn {spec}: {error}; its arguments are {', '.join(sorted(columns))}")
+        reward_fns[spec.rpartition(":")[2]] = partial(function_reward, function)
     require(len(reward_fns) == len(args.reward_fn), "--reward-fn: two functions have the same name")
     has_weights = len(args.reward_weights) in (0, len(reward_fns))
     require(has_weights, "--reward-weights needs one number for each function of --reward-fn")
@@ -652,7 +656,8 @@ def read_rewards(returned, n, name):
     rewards = torch.full((n,), math.nan, dtype=torch.float32)
     for i, x in enumerate(values):
         if x is not None:
-            is_number = not isinstance(x, str) and np.ndim(x) == 0 and math.isfinite(x)
+            x = x.tolist() if hasattr(x, "tolist") else x  # a number of NumPy or torch
+            is_number = isinstance(x, (int, float)) and math.isfinite(x)
             require(is_number, f"reward {i + 1} of {name} is neither a finite number nor None: {x!r:.60}")
             rewards[i] = x
     return rewards
@@ -865,7 +870,8 @@ class Run:
             return
         num_bytes = (self.output / "metrics.jsonl").stat().st_size
         saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
-        saved |= {"weights": weights, "moments": optimizer["state"]}
+        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]
+        saved |= {"weights": {name: weights[name] for name in trained}, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
         unfinished = folder / "unfinished.pt"

@@ -30,21 +30,18 @@ def arrays_of(case):
 def test_statistics_per_prompt_are_trls():
     """Over three epochs, in which a buffer overflows, fills, and stays too short."""
     theirs = TRL["tracker"]
-    args = ddpo.Args(
-        per_prompt_stat_tracking_buffer_size=theirs["buffer_size"],
-        per_prompt_stat_tracking_min_count=theirs["min_count"],
-    )
+    sizes = theirs["buffer_size"], theirs["min_count"]
     history = {}
     for epoch, expected in zip(theirs["epochs"], theirs["advantages"], strict=True):
         prompts, rewards = zip(*epoch)
         scores = torch.tensor(rewards, dtype=torch.float64)
-        close(ddpo.prompt_advantages(scores, list(prompts), history, args), expected)
+        close(ddpo.prompt_advantages(scores, list(prompts), history, *sizes), expected)
     assert json.loads(json.dumps(history)) == history  # for a checkpoint
 
 
 def test_a_prompt_with_the_minimum_count_has_its_own_statistics():
-    args = ddpo.Args(per_prompt_stat_tracking_min_count=2)
-    close(ddpo.prompt_advantages(torch.tensor([1.0, 2, 5, 9]), list("aabb"), {}, args), [-1.0, 1, -1, 1])
+    scores = torch.tensor([1.0, 2, 5, 9])
+    close(ddpo.prompt_advantages(scores, list("aabb"), {}, buffer_size=16, min_count=2), [-1.0, 1, -1, 1])
 
 
 # --- Whole epochs -----------------------------------------------------------------------------------------------------
@@ -134,7 +131,7 @@ def test_an_epoch_is_trls(case, world, tmp_path, monkeypatch):
         return randn(*shape, generator=generator) if generator else next(noise)  # a generator draws for the pictures
 
     norms, images, rollouts = [], [], []
-    watch(monkeypatch, ddpo, "clip_gradient", lambda norm, *_: norms.append(norm))
+    watch(monkeypatch, torch.nn.utils, "clip_grad_norm_", lambda norm, *_: norms.append(norm))
     watch(monkeypatch, ddpo, "sample_batch", lambda parts, *_: images.extend(part.images for part in parts))
     watch(monkeypatch, ddpo, "update", lambda _, chain, optimizer, rollout, args: rollouts.append(rollout))
     monkeypatch.setattr(ddpo, "shuffled", lambda n, *_: list(range(n)))
