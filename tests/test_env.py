@@ -46,7 +46,9 @@ class Scripted(nn.Module):
                 text = agent.render(text, row, self.tokenizer, add_generation_prompt=True)
             rows.append(row | {"input_ids": agent.encode([text], self.tokenizer, is_chat)[0]})
         settings = dict(response_length=self.rows.shape[1], local_rollout_forward_batch_size=64) | settings
-        return agent.play_batch(self, rows, agent.Args(device="cpu", **settings))
+        args = agent.Args(device="cpu", **settings)
+        args.num_generations = 1  # as in tools/evaluate.py
+        return agent.sample_batch(self, rows, args)
 
 
 def turns_of(rollout):
@@ -69,7 +71,7 @@ def tokenizer():
 
 @pytest.fixture
 def calculator():
-    return agent.load_function("rewards/calculator.py", "Calculator")
+    return agent.load_function("rewards/calculator.py:Calculator", "--env")
 
 
 def test_a_conversation(tokenizer, calculator):
@@ -145,7 +147,7 @@ def test_each_of_several_stop_tokens_ends_a_turn(tokenizer, calculator):
 
 
 def test_the_calculator(calculator):
-    calculate = agent.load_function("rewards/calculator.py", "calculate")
+    calculate = agent.load_function("rewards/calculator.py:calculate", "--env")
     assert calculate(".05 * 1,200 + 1") == calculate("61.0") == "61"
     assert calculate("1 / 3") == "0.3333333333" and calculate("-5 + 3 * -2") == "-11"
     assert calculate("1234567.25 + 0") == "1234567.25"
@@ -169,7 +171,7 @@ class Spoiler:
 def test_an_environment_may_spoil_its_row(tokenizer, tmp_path):
     """All of a group find the same one."""
     (tmp_path / "e.py").write_text(SPOILER)
-    policy = Scripted(tokenizer, agent.load_function(tmp_path / "e.py", "Spoiler"), [65, tokenizer.eos_token_id])
+    policy = Scripted(tokenizer, agent.load_function(f"{tmp_path}/e.py:Spoiler", "--env"), [65, tokenizer.eos_token_id])
     row = PROBLEM | {"facts": [3]}
     assert policy.play([row] * 2).rewards.sum(1).tolist() == [1, 1] and row["facts"] == [3]
 

@@ -86,7 +86,7 @@ def note(prompts, prompts_text, completions, completion_ids, **columns):
 
 @pytest.mark.parametrize("family", slow_but(["llama 3"], ["llama 3", "qwen 3"]))
 @pytest.mark.parametrize("judge", ["its own", "gemma 3"])
-def test_rewards_are_those_of_training(family, judge, tmp_path):
+def test_rewards_are_those_of_training(family, judge, tmp_path, monkeypatch):
     """Of the same responses, from the first update of a run, before its first step: a reward function gets the same
     values, and the reward model reads the same tokens, or its own template of the messages. The answers end at any of
     the tokens that ended them in training."""
@@ -96,12 +96,11 @@ def test_rewards_are_those_of_training(family, judge, tmp_path):
     talk = [{"role": "user", "content": "The film?"}, {"role": "assistant", "content": "Oh."}] * 2
     rows = [{"prompt": talk[: 1 + 2 * (i % 2)], "n": i} for i in range(8)]
     data = write_rows(tmp_path / "d.jsonl", rows)
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    words = {tokenizer.decode([i]): i for i in range(300, 900)}
-    stops = tuple(word for word, i in words.items() if tokenizer.encode(word, add_special_tokens=False) == [i])
     settings = dict(batch_size=8, total_episodes=8, num_ppo_epochs=1, learning_rate=1e-12, temperature=0.7)
-    settings |= dict(model=policy, reward_model=folder, dataset=data, stop_token=stops, response_length=4)
-    (line,) = train(ppo, "run", reward_fn=("reward_model", "r.py:note"), **settings)
+    settings |= dict(model=policy, reward_model=folder, dataset=data, response_length=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo, "find_stop_tokens", lambda *_, **__: list(range(300, 900)))
+        (line,) = train(ppo, "run", reward_fn=("reward_model", "r.py:note"), **settings)
     data = write_rows(tmp_path / "e.jsonl", [rows[i] for i in ppo.shuffled(8, 1, 0)])
     settings = dict(dataset=data, seed=ppo.make_seed(1, 1), response_length=4, num_prompts=8)
     summary, _ = run("run", reward_fn=(folder, "r.py:note"), **settings)

@@ -56,7 +56,7 @@ def main():
     with reading(args.model):
         policy = ppo.load_model(AutoModelForCausalLM, find(args.model))
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
-    policy.stop_token_ids = stop_tokens(policy)
+    policy.stop_token_ids = stop_tokens(policy, is_chat=bool(policy.tokenizer.chat_template))
     policy.generation_config = GenerationConfig()  # otherwise stored options would be added to those of `answer`
     tokenizer = policy.tokenizer
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", sys.maxsize)
@@ -78,7 +78,12 @@ def main():
             messages.append({"role": "user", "content": text})
             if not tokenizer.chat_template:
                 messages = messages[-1:]
-            prompt = encode(system + messages, tokenizer, template)
+            try:
+                prompt = encode(system + messages, tokenizer, template)
+            except SystemExit as error:  # such as a word that the tokenizer lacks
+                print(error)
+                messages.pop()
+                continue
             while len(messages) > 1 and len(prompt) + args.response_length > limit:
                 messages = messages[2:]  # removes the oldest question and its answer
                 prompt = encode(system + messages, tokenizer, template)
@@ -87,8 +92,6 @@ def main():
                 print(f"that is too long: {len(prompt)} tokens, but the model reads at most {limit}")
                 messages = []
                 continue
-            if tokenizer.unk_token_id not in (None, tokenizer.eos_token_id) and tokenizer.unk_token_id in prompt:
-                print(f"some words are not in the tokenizer: the policy reads {tokenizer.unk_token} instead")
             messages.append({"role": "assistant", "content": answer(policy, prompt, length, streamer, args)})
 
 

@@ -47,8 +47,8 @@ import pydantic
 import torch
 import tyro
 from evaluate import Count, Natural, NonNegative
-from evaluate import check_length, find, load_policy, load_prompts, load_reward, new_folder, ppo, read_command_line
-from evaluate import reading, require, settings_of, trained_with
+from evaluate import check_length, configure, find, load_policy, load_prompts, load_reward, new_folder, ppo
+from evaluate import read_command_line, reading, require, settings_of, stop_tokens, trained_with
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
@@ -219,8 +219,9 @@ def reference_texts(rows, args):
 def answer_all(policy, rows, seed, args, texts=()):
     """A policy's answers to all prompts, with their scores; or these texts, as if it had written them."""
     settings = settings_of(args)
+    policy.stop_token_ids = stop_tokens(policy, is_chat=isinstance(rows[0]["prompt"], list))
     check_length(policy, max(len(row["input_ids"]) for row in rows) + args.response_length)
-    reward = load_reward(args.reward_fn, policy, settings) if args.reward_fn else None
+    reward = load_reward(args.reward_fn, policy, rows, settings) if args.reward_fn else None
     torch.manual_seed(seed)
     answers = []
     for i in tqdm(range(0, len(rows), args.batch_size), desc=policy.name_or_path, dynamic_ncols=True):
@@ -456,7 +457,7 @@ def report(pairs, summary, args):
 def main():
     """Compares with the settings of the command line."""
     args = read_command_line(Args, __doc__.splitlines()[0])
-    ppo.start(settings_of(args))
+    configure()
     compare(args)
 
 

@@ -26,6 +26,7 @@ row that has the name of a number gets the prefix row/).
 """
 
 import json
+import os
 import random
 import sys
 import time
@@ -41,7 +42,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, logging
+from transformers.activations import ACT2FN, GELUTanh
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -81,12 +83,13 @@ def evaluate(args):
     settings = settings_of(args)
     policy = load_policy(args.model, settings)
     rows = load_prompts(args, policy.tokenizer)
+    policy.stop_token_ids = stop_tokens(policy, is_chat=isinstance(rows[0]["prompt"], list))
     longest = max(len(row["input_ids"]) for row in rows) + args.response_length
     check_length(policy, longest)
-    rewards = {spec: load_reward(spec, policy, settings) for spec in args.reward_fn}
+    rewards = {spec: load_reward(spec, policy, rows, settings) for spec in args.reward_fn}
     if args.env:
-        rewards[args.env] = lambda episodes: episodes.scores
-        policy.environment = load_function(args.env)
+        rewards[args.env] = lambda episodes: episodes.rewards.sum(1)
+        policy.environment = ppo.load_function(find(args.env), "--env")
     reference = load_policy(args.reference, settings) if args.reference else None
     if reference is not None:
         is_alike = reference.tokenizer.get_vocab() == policy.tokenizer.get_vocab()
@@ -96,13 +99,14 @@ def evaluate(args):
     figures, texts = [], []
     size = max(1, args.batch_size // args.num_generations)  # whole prompts: a reward function may compare answers
     for i in tqdm(range(0, len(rows), size), desc="evaluating"):
-        batch = [row for row in rows[i : i + size] for _ in range(args.num_generations)]
+        examples = rows[i : i + size]
         if args.env:
-            r = play(policy, batch, args)  # 1
+            r = play(policy, examples, args)  # 1
             written = r.written  # (B, T), false on what the environment wrote
             texts += [agent.transcript(*episode, policy.tokenizer) for episode in zip(r.responses, r.mask, r.written)]
         else:
-            r = ppo.sample_batch(policy, batch, settings)
+            repeated = [example for example in examples for _ in range(args.num_generations)]
+            r = ppo.sample_batch(policy, repeated, settings)
             written = r.mask
             texts += ppo.decode(r, policy.tokenizer)
         part = {spec: reward(r) for spec, reward in rewards.items()}  # 2
@@ -125,11 +129,12 @@ def evaluate(args):
     return pandas.DataFrame({"mean": means.mean(), "standard error": means.sem()}), lines
 
 
-def play(policy, rows, args):
-    """Plays an episode from each row."""
+def play(policy, examples, args):
+    """Plays num_generations episodes from each example."""
     names = ("response_length", "temperature", "local_rollout_forward_batch_size", "bf16", "device")
-    settings = {name: getattr(settings_of(args), name) for name in names}
-    return agent.play_batch(policy, rows, agent.Args(max_turns=args.max_turns, **settings))
+    settings = agent.Args(max_turns=args.max_turns, **{name: getattr(settings_of(args), name) for name in names})
+    settings.num_generations = args.num_generations  # also 1, which training refuses
+    return agent.sample_batch(policy, examples, settings)
 
 
 def kl_estimates(policy, reference, r, written, args):
@@ -165,11 +170,12 @@ def settings_of(args):
 
 
 def find(name):
-    """A path from here or, if there is none, from the project's folder; else a name on the hub: NAME or OWNER/NAME,
-    where OWNER is no folder. Other names are mistakes, which would be looked up on the hub for a minute."""
-    if Path(name).exists():
+    """A path (or file.py:name) from here or, if there is none, from the project's folder; else a name on the hub: NAME
+    or OWNER/NAME, where OWNER is no folder. Other names are mistakes, which would be looked up on the hub for long."""
+    file, _, function = name.partition(":")
+    if Path(file).exists():
         return name
-    if (ROOT / name).exists():
+    if (ROOT / file).exists():
         return str(ROOT / name)
     owner, *rest = Path(name).parts
     is_local = name.startswith("./") or len(rest) > 1 or Path(owner).is_dir() or (ROOT / owner).is_dir()
@@ -187,10 +193,9 @@ def reading(name):
 
 
 def load_policy(name, settings):
-    """Loads a policy, and the tokens that end its answers."""
+    """Loads a policy."""
     with reading(name):
         policy = ppo.load_model(AutoModelForCausalLM, find(name))
-    policy.stop_token_ids = stop_tokens(policy)
     ppo.place(policy.requires_grad_(False), settings)
     return policy
 
@@ -202,11 +207,11 @@ def trained_with(name):
     return next((json.loads(file.read_text("utf-8")) for file in files if file.exists()), {})
 
 
-def stop_tokens(policy):
+def stop_tokens(policy, is_chat):
     """Ids of the tokens that end an answer: for a run, those that it saved in the generation config."""
     stored = policy.generation_config.eos_token_id  # an int, a list, or None
     if stored is None or not trained_with(policy.name_or_path):
-        return ppo.eos_tokens(policy)
+        return ppo.find_stop_tokens(policy, is_chat)
     return stored if isinstance(stored, list) else [stored]
 
 
@@ -215,7 +220,8 @@ def load_prompts(args, tokenizer):
     and are the same in each call."""
     split = "train" if Path(find(args.dataset)).is_file() else args.split
     with reading(args.dataset):
-        rows = ppo.load_prompts(replace(settings_of(args), dataset_train_split=split), tokenizer)
+        rows = ppo.load_prompts(settings_of(args), tokenizer, split)
+    require(rows, f"{args.dataset} has no prompts in the split {split!r}")
     num_prompts = min(args.num_prompts or len(rows), len(rows))
     drawn = random.Random(0).sample(range(len(rows)), num_prompts)
     return [rows[i] for i in sorted(drawn)]
@@ -229,31 +235,32 @@ def check_length(model, num_tokens):
     )
 
 
-def load_function(spec):
-    """The function or class that file.py:name names."""
-    file, _, name = spec.rpartition(":")
-    require(file and Path(find(file)).is_file(), f"{spec} should be file.py:name, but there is no such file")
-    return ppo.load_function(find(file), name)
-
-
-def load_reward(spec, policy, settings):
+def load_reward(spec, policy, rows, settings):
     """The reward that a spec names, as a function of a rollout; it returns one number (B,) for each response."""
     if ":" in spec:
-        function = load_function(spec)
-        return lambda r: ppo.function_reward(function, r, policy.tokenizer, settings)
-    settings = replace(settings, reward_model=find(spec), reward_fn=("reward_model",))
+        settings = replace(settings, reward_fn=(find(spec),))
+    else:
+        settings = replace(settings, reward_model=find(spec), reward_fn=("reward_model",))
+        os.environ["REWARD_MODEL"] = settings.reward_model  # for rewards/model.py
     with reading(spec):
-        model = ppo.load_reward_model(settings, policy)  # None if it has another tokenizer
-        read = ppo.load_reward_fns(settings, model)["reward_model"]
-    if model:
-        ppo.place(model, settings)
+        [read] = ppo.load_reward_fns(settings, rows).values()
+        model = ppo.load_reward_model(settings, policy)  # None for a function, or if it has another tokenizer
+    if model is None:
+        return lambda r: read(r, policy.tokenizer, settings)
+    ppo.place(model, settings)
 
     def reward(r):
-        if model:
-            check_length(model, r.joined()[1].sum(1).max().item())
-        return read(r, policy.tokenizer, settings)
+        check_length(model, r.joined()[1].sum(1).max().item())
+        return ppo.model_reward(model, r, policy.tokenizer, settings)
 
     return reward
+
+
+def configure():
+    """Configures the library as the scripts do."""
+    ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def new_folder(args, tool):
@@ -287,7 +294,7 @@ def main():
     """Evaluates with the settings of the command line, prints the numbers, and saves them."""
     args = read_command_line(Args, __doc__.splitlines()[0])
     output = new_folder(args, "evaluate")
-    ppo.start(settings_of(args))
+    configure()
     figures, lines = evaluate(args)
     output.mkdir(parents=True)  # only now, since a killed evaluation should leave nothing
     (output / "answers.jsonl").write_text(
