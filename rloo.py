@@ -180,9 +180,8 @@ def train(args):
     passes = range(1 + args.total_episodes // (K * len(prompts)))
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
-    weights = [p for p in policy.parameters() if p.requires_grad]
     options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(weights, args.learning_rate, **options)  # fused: ten times as fast on a CPU
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **options)  # fused: much faster on a CPU
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
     run = Run(args, num_updates, optimizer, schedule, {}, model=policy)
     if run.step == 0 and eval_prompts:
@@ -248,8 +247,7 @@ class Rollout:
 
     # the fields that `select` cuts to the tokens that are left
     PROMPT_FIELDS = ("prompts", "prompt_mask")
-    TOKEN_FIELDS = ("responses", "mask", "old_logprobs", "ref_logprobs", "kl")
-    TOKEN_FIELDS += ("actions", "advantages")
+    TOKEN_FIELDS = ("responses", "mask", "old_logprobs", "ref_logprobs", "kl", "actions", "advantages")
 
     def joined(self):
         """Ids and attention mask (B, P+T) of prompts and responses, as a model reads them."""
@@ -562,13 +560,13 @@ def update(policy, optimizer, rollout, args):
     among processes: gradients are averaged over processes, so each divides its sum by the actions / WORLD_SIZE.
     """
     weights = optimizer.param_groups[0]["params"]
-    logs = []  # the metrics of each mini-batch
+    meter = Meter()
+    norms = []  # of the gradients
     for _ in range(args.num_ppo_epochs):
         order = torch.randperm(args.batch_size).to(args.device)
         for mini_batch in order.split(args.batch_size // args.num_mini_batches):  # row numbers
             optimizer.zero_grad()
             num_actions = rollout.actions[mini_batch].sum() / WORLD_SIZE
-            meter = Meter()
             for index in rollout.micro_batches(mini_batch, args):
                 r = rollout.select(index)
                 logprobs, entropy = logprobs_under(policy, r, args)  # (b, T) each
@@ -587,17 +585,17 @@ def update(policy, optimizer, rollout, args):
                     "val/ratio_var": ratio**2,
                 }
                 meter.add(metrics, r.mask)
-            log = meter.means()
-            log["policy/grad_norm"] = clip_gradient(weights, args.max_grad_norm or math.inf).item()
-            log["val/skipped_steps"] = not math.isfinite(log["policy/grad_norm"])
-            if not log["val/skipped_steps"]:  # otherwise the step would turn the weights into NaN
+            if not norms:
+                first_error = meter.means()["policy/first_ratio_error"]  # before the first step
+            norms.append(clip_gradient(weights, args.max_grad_norm or math.inf).item())
+            if math.isfinite(norms[-1]):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
-            logs.append(log)
     optimizer.zero_grad()
-    stats = {name: sum(log[name] for log in logs) / len(logs) for name in log}
-    stats["policy/first_ratio_error"] = logs[0]["policy/first_ratio_error"]  # before the first step
+    stats = meter.means()
+    stats["policy/first_ratio_error"] = first_error
     stats["val/ratio_var"] = max(0.0, stats["val/ratio_var"] - stats["val/ratio"] ** 2)  # so far, the mean square
-    stats["val/skipped_steps"] = sum(log["val/skipped_steps"] for log in logs)
+    stats["policy/grad_norm"] = np.mean(norms).item()
+    stats["val/skipped_steps"] = sum(not math.isfinite(norm) for norm in norms)
     stats["val/clipfrac_avg"] = 0.0  # of a critic, which TRL's page lists for RLOO, too
     return stats
 
@@ -692,10 +690,9 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     is_whole = args.batch_size % parts == 0
     require(is_whole, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches and groups of {K}")
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
-    print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    per_prompt = num_updates * args.batch_size / len(prompts)
-    print(f"{num_updates} updates of {args.batch_size} responses, {rows} at a time; {per_prompt:.1f} for each prompt")
     sampled = args.local_rollout_forward_batch_size or 4 * rows
+    print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
+    print(f"{num_updates} updates of {args.batch_size} responses: {sampled} sampled, {rows} trained on at a time")
     sizes = {"learning_rate": rate, "micro_batch_size": rows, "local_rollout_forward_batch_size": sampled}
     return replace(args, **sizes)
 
@@ -719,6 +716,7 @@ def load_reward_fns(args, prompts):
     """The functions of --reward-fn by name, each a function of (rollout, tokenizer, args)."""
     columns = prompts[0].keys() - {"input_ids"} | {"prompts", "prompts_text", "completions", "completion_ids", "ended"}
     reward_fns = {}
+    run_file.cache_clear()  # of an earlier run in this process
     for spec in args.reward_fn:
         file = f"{TOY.parent}/rewards/model.py:" if spec == "reward_model" else ""  # which reads texts
         function = load_function(file + spec, "--reward-fn")
@@ -787,7 +785,8 @@ def read_rewards(returned, n, name):
     rewards = torch.full((n,), math.nan, dtype=torch.float32)
     for i, x in enumerate(values):
         if x is not None:
-            is_number = not isinstance(x, str) and np.ndim(x) == 0 and math.isfinite(x)
+            x = x.tolist() if hasattr(x, "tolist") else x  # a number of NumPy or torch
+            is_number = isinstance(x, (int, float)) and math.isfinite(x)
             require(is_number, f"reward {i + 1} of {name} is neither a finite number nor None: {x!r:.60}")
             rewards[i] = x
     return rewards
@@ -1220,7 +1219,8 @@ class Run:
             return
         num_bytes = (self.output / "metrics.jsonl").stat().st_size
         saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
-        saved |= {"weights": weights, "moments": optimizer["state"]}
+        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]
+        saved |= {"weights": {name: weights[name] for name in trained}, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
         unfinished = folder / "unfinished.pt"
