@@ -1,7 +1,5 @@
 """Ten families of chat models: all scripts read one conversation alike, and end its turns where it ends."""
 
-from types import SimpleNamespace
-
 import pytest
 from families import FAMILIES, make_tokenizer, save_family
 from runs import is_in, run, slow_but, tokens_read, write_rows
@@ -38,9 +36,7 @@ def read_with(tokenizer, messages, end):
 
 def sides(script, file, tokenizer):
     """Prompt, chosen and rejected text of a pair, as a script of pairs reads them."""
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=512))
-    model = SimpleNamespace(tokenizer=tokenizer, config=config)
-    (pair,) = script.load_pairs(script.Args(dataset=file), "train", model)
+    (pair,) = script.load_pairs(script.Args(dataset=file), tokenizer, "train")
     return [x.tolist() for x in (pair.prompt, pair.chosen, pair.rejected)]
 
 
@@ -57,17 +53,17 @@ def test_all_scripts_read_one_conversation_alike(family, answers, tmp_path):
         return write_rows(tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", rows)
 
     args = ppo.Args(dataset=file(*({"prompt": TALK[:n]} for n in (1, 3))))
-    assert [row["input_ids"].tolist() for row in ppo.load_prompts(args, tokenizer)] == [first, asked]
+    assert [row["input_ids"].tolist() for row in ppo.load_prompts(args, tokenizer, "train")] == [first, asked]
     whole_talk = dict(messages=[*TALK, {"role": "user", "content": "Thanks."}])
     for row, answers in (
         (whole_talk, [(first, good), (asked, best)]),
         (dict(prompt=TALK[:3], completion=TALK[3:]), [(asked, best)]),
     ):
         args = sft.Args(dataset=file(row))
-        texts = sft.load_texts(args, "train", tokenizer, 512)
+        texts = sft.load_texts(args, tokenizer, "train", 512)
         assert [(ids[~label].tolist(), ids[label].tolist()) for ids, label in texts] == answers
         assert all(label.tolist() == sorted(label) for _, label in texts)
-        (whole,) = sft.load_texts(sft.Args(dataset=args.dataset, completion_only_loss=False), "train", tokenizer, 512)
+        (whole,) = sft.load_texts(sft.Args(dataset=args.dataset, completion_only_loss=False), tokenizer, "train", 512)
         assert whole[0].tolist() == asked + best and whole[1].all()
     for row in (dict(prompt=TALK[:3], chosen=TALK[3:], rejected=BAD[3:]), dict(chosen=TALK, rejected=BAD)):
         data = file(row)
@@ -97,10 +93,13 @@ def test_a_policy_of_each_family_trains_and_stops_where_its_turns_end(family, na
     assert set(tokenizer.convert_tokens_to_ids([*stops])) == {*([left] if isinstance(left, int) else left)}
 
 
-@pytest.mark.parametrize("script", [sft, dpo])
-def test_the_token_that_ends_trained_answers_is_saved_as_a_stop_token(script, tmp_path):
+LOADS = [lambda x: sft.load_policy(sft.Args(model=x)), lambda x: dpo.load_models(dpo.Args(model=x))[0]]
+
+
+@pytest.mark.parametrize("load", LOADS, ids=["sft", "dpo"])
+def test_the_token_that_ends_trained_answers_is_saved_as_a_stop_token(load, tmp_path):
     """Also if the model's generation config does not name it."""
     folder, _ = save_family("phi 3.5", tmp_path)
     (tmp_path / "policy/generation_config.json").unlink()
-    policy = script.load_policy(script.Args(model=folder))
+    policy = load(folder)
     assert policy.tokenizer.decode(policy.generation_config.eos_token_id) == "<|end|><|endoftext|>"

@@ -1,7 +1,5 @@
 """dpo.py: reading pairs, what its arguments promise, and whole runs by hand."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -16,13 +14,6 @@ import reward_model
 # --- reading pairs
 
 
-def load(module, file, tokenizer, **settings):
-    """The pairs of a file, as a model with this tokenizer reads them."""
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=512))
-    model = SimpleNamespace(tokenizer=tokenizer, config=config)
-    return module.load_pairs(module.Args(dataset=file, **settings), "train", model)
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(ROOT / "toy/sft")
@@ -31,7 +22,8 @@ def tokenizer():
 def test_one_eos_is_enough(tokenizer, tmp_path):
     texts = [" is good.", " is good." + tokenizer.eos_token]
     rows = [dict(prompt="The film", chosen=text, rejected=" is bad.") for text in texts]
-    pair, ended = load(dpo, write_rows(tmp_path / "d.jsonl", rows), tokenizer)
+    args = dpo.Args(dataset=write_rows(tmp_path / "d.jsonl", rows))
+    pair, ended = dpo.load_pairs(args, tokenizer, "train")
     assert ended.chosen.tolist() == pair.chosen.tolist()
     assert pair.chosen.tolist().count(tokenizer.eos_token_id) == 1
 
@@ -39,10 +31,10 @@ def test_one_eos_is_enough(tokenizer, tmp_path):
 @pytest.mark.parametrize("mode, prompt", [("keep_end", [3, 4]), ("keep_start", [1, 2])])
 def test_cut_to_fit(mode, prompt):
     pair = dpo.Pair(*map(np.array, ([1, 2, 3, 4], [5, 6, 7], [5, 6, 8])), 0.0)
-    args = dpo.Args(max_prompt_length=2, truncation_mode=mode)
-    cut = dpo.cut_to_fit(pair, 4, args)
+    settings = dict(max_prompt_length=2, truncation_mode=mode)
+    cut = dpo.cut_to_fit(pair, dpo.Args(max_length=4, **settings))
     assert [x.tolist() for x in (cut.prompt, cut.chosen, cut.rejected)] == [prompt, [5, 6], [5, 6]]
-    whole = dpo.cut_to_fit(pair, 7, args)
+    whole = dpo.cut_to_fit(pair, dpo.Args(max_length=7, **settings))
     assert [x.tolist() for x in (whole.prompt, whole.chosen)] == [[1, 2, 3, 4], [5, 6, 7]]
 
 
@@ -56,7 +48,7 @@ def test_pairs_that_are_cut_are_counted(module, tokenizer, tmp_path, capsys):
     far = dict(prompt="The film", chosen=" is" * 20 + " good.", rejected=" bad" * 20)
     file = write_rows(tmp_path / "d.jsonl", [TEXTS, long, far])
     settings = dict(max_prompt_length=8) if module is dpo else {}
-    pairs = load(module, file, tokenizer, max_length=12, **settings)
+    pairs = module.load_pairs(module.Args(dataset=file, max_length=12, **settings), tokenizer, "train")
     assert [len(pair) for pair in pairs[1:]] == [12]
     assert "2 of 3 pairs differ within 12 tokens; 2 were cut" in capsys.readouterr().out
 
@@ -109,8 +101,9 @@ def test_evaluation_by_hand(more, tmp_path):
 def test_other_losses_by_hand(name, losses, tokenizer):
     """Of beta Delta = .2 and -.6: max(0, 1 - beta Delta), and with means over tokens (Delta - 1 / (2 beta))^2."""
     args = dpo.Args(loss_type=name, beta=0.5, device="cpu")
-    rewards = torch.tensor([0.3, -0.2]), torch.tensor([0.1, 0.4])
-    assert dpo.other_loss(*rewards, args).tolist() == pytest.approx(losses)
+    logps = torch.tensor([0.6, -0.4]), torch.tensor([0.2, 0.8])
+    ours, *_ = dpo.dpo_loss(*logps, torch.zeros(2), torch.zeros(2), 0.5, name)
+    assert ours.tolist() == pytest.approx(losses)
     model = saved(ROOT / "toy/sft")
     model.tokenizer = tokenizer
     pair = dpo.Pair(*map(np.array, ([5, 6], [7, 8, 9], [7])), 0.0)

@@ -177,7 +177,7 @@ def test_a_wrong_row_is_refused_by_its_number(case, start):
 
 def test_a_line_that_is_no_json_is_refused(tmp_path, start):
     (tmp_path / "d.jsonl").write_text('{"text": "A"}\n{"text": "A"')
-    with pytest.raises(SystemExit, match="^error: row 2 .*recipes/data"):
+    with pytest.raises(SystemExit, match="^error: row 2 "):
         start("sft", tmp_path / "d.jsonl")
 
 

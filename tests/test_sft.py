@@ -45,10 +45,10 @@ def test_blocks_keep_their_labels_and_need_one():
     assert sft.pack([(np.arange(6), np.arange(6) == 3)], 3) == []
 
 
-def read(tmp_path, rows, limit=512, tokenizer=TOKENIZER, **settings):
+def read(tmp_path, rows, tokenizer=TOKENIZER, **settings):
     """The texts that are trained on, as (text without a loss, text with a loss)."""
     args = sft.Args(dataset=write_rows(tmp_path / "rows.jsonl", rows), device="cpu", **settings)
-    texts = sft.load_texts(args, "train", tokenizer, limit)
+    texts = sft.load_texts(args, tokenizer, "train", 512)
     assert all(ids.dtype == np.int32 and len(ids) == len(is_label) for ids, is_label in texts)
     return [(tokenizer.decode(ids[~is_label]), tokenizer.decode(ids[is_label])) for ids, is_label in texts]
 
