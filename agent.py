@@ -35,7 +35,7 @@ values at the dots do not matter: they are masked.
                        | 0  0   0     0  .88   0     0   0
 
 Papers: GRPO 2402.03300; several turns: RAGEN 2504.20073, Search-R1 2503.09516; losses: DAPO 2503.14476, Dr. GRPO
-2503.20783, MaxRL 2602.02710. In short: lecture/agent.py, 310 lines.
+2503.20783, MaxRL 2602.02710; KL: DeepSeek-V3.2 2512.02556. In short: lecture/agent.py, 310 lines.
 
   python agent.py    # guess a number: offline, two minutes on a CPU, guesses 4.3 -> 3.7, in likely play 3.3
   python agent.py --env rewards/calculator.py:Calculator --dataset problems.jsonl --model Qwen/Qwen3-0.6B --bf16 \\
