@@ -153,7 +153,7 @@ def train(args):
     """Trains the UNet of a pipeline. Saves the pipeline in the run's folder, with metrics, curves and pictures."""
     args = start(args)
     prompts = load_rows(args)
-    reward_fns = load_reward_fns(args)
+    reward_fns = load_image_rewards(args)
     chain = load_chain(args)
     B = args.sample_batch_size * args.sample_num_batches_per_epoch * WORLD_SIZE  # images of an epoch
     print(f"{args.num_epochs} epochs on {args.device}, each of {B} images, drawn in {args.sample_num_steps} steps")
@@ -578,19 +578,16 @@ def save_pipeline(unet, folder):
 save_model = save_pipeline  # Run calls it by this name
 
 
-def load_reward_fns(args, prompts):
-    """The functions of --reward-fn by name, each a function of (rollout, tokenizer, args)."""
-    columns = prompts[0].keys() - {"input_ids"} | {"prompts", "prompts_text", "completions", "completion_ids", "ended"}
+def load_image_rewards(args):
+    """The functions of --reward-fn by name."""
     reward_fns = {}
-    run_file.cache_clear()  # of an earlier run in this process
     for spec in args.reward_fn:
-        file = f"{TOY.parent}/rewards/model.py:" if spec == "reward_model" else ""  # which reads texts
-        function = load_function(file + spec, "--reward-fn")
+        function = load_function(spec, "--reward-fn")
         try:
-            inspect.signature(function).bind(**dict.fromkeys(columns))
+            inspect.signature(function).bind("images", "prompts", "metadata")
         except TypeError as error:
-            sys.exit(f"error: --reward-fn {spec}: {error}; its arguments are {', '.join(sorted(columns))}")
-        reward_fns[spec.rpartition(":")[2]] = partial(function_reward, function)
+            sys.exit(f"error: --reward-fn {spec}: {error}; it is called with images, prompts, metadata")
+        reward_fns[spec.rpartition(":")[2]] = function
     require(len(reward_fns) == len(args.reward_fn), "--reward-fn: two functions have the same name")
     has_weights = len(args.reward_weights) in (0, len(reward_fns))
     require(has_weights, "--reward-weights needs one number for each function of --reward-fn")

@@ -207,7 +207,7 @@ def test_rewards_add_up_with_their_weights(tmp_path):
     part.examples = [row | {"points": i} for i, row in enumerate(part.examples)]
     shown = part.images.mean((1, 2, 3)) + torch.arange(8)
     other = replace(part, examples=part.examples, images=part.images / 2)
-    reward_fns = ddpo.load_reward_fns(args)
+    reward_fns = ddpo.load_image_rewards(args)
     before = torch.get_rng_state()
     rollout = ddpo.score_batch([part, other], part.examples * 2, reward_fns, args)
     assert torch.equal(torch.get_rng_state(), before)
