@@ -10,7 +10,7 @@ import sys
 
 import on_many_processes
 import pytest
-from runs import NAMES, assert_close_runs, assert_same_run, cut, lines_of, main, slow_but, words_of
+from runs import NAMES, ON_PROMPTS, assert_close_runs, assert_same_run, cut, lines_of, main, slow_but, words_of
 from sources import ROOT, lines_of as lines_of_file
 
 UPDATES = dict(batch_size=8, total_episodes=16, response_length=8, num_ppo_epochs=2)
@@ -21,22 +21,24 @@ IMAGES = dict(sample_num_steps=3, sample_batch_size=8, sample_num_batches_per_ep
 IMAGES |= dict(train_batch_size=4, train_gradient_accumulation_steps=2, train_adam_epsilon=1e-3)
 COMMON = {"ppo": UPDATES, "rloo": UPDATES, "grpo": GROUPS, "agent": GROUPS | dict(response_length=24), "ddpo": IMAGES}
 DATA = {"sft": "sft", "reward_model": "preferences", "dpo": "preferences", "ppo": "prompts", "rloo": "prompts"}
-REWARDS_OF_PPO = dict(reward_fn=("reward.py:length", "reward_model"), reward_weights=(0.5, 1.0), whiten_rewards=True)
+REWARDS_OF_PPO = dict(reward_fn=("reward.py:length", "reward_model"), reward_weights=(0.5, 1.0))
 HALF_THE_IMAGES = dict(sample_batch_size=4, train_batch_size=2)
 EQUAL_GROUPS = dict(batch_size=16, micro_batch_size=2, total_episodes=32, reward_fn=("reward.py:some",))
 SEVERAL_STEPS = dict(num_mini_batches=2, num_ppo_epochs=2, dynamic_sampling=2)
-CHECKPOINTING = dict(gradient_checkpointing=True)
+WEIGHTS_SHARED = dict(zero_stage=3)
+BOTH = WEIGHTS_SHARED | dict(gradient_checkpointing=True)
 RUNS = {  # name: settings of both runs, settings of the run on two processes alone
-    "ppo": (REWARDS_OF_PPO | dict(num_mini_batches=2, kl_target=6.0), CHECKPOINTING),
-    "ppo adapter": (dict(lora_r=4), {}),
+    "ppo": (REWARDS_OF_PPO | dict(num_mini_batches=2), BOTH),
+    "ppo adapter": (dict(lora_r=4), WEIGHTS_SHARED),
+    "ppo stage 2": (dict(eval_steps=1), {}),
     "rloo": (dict(num_mini_batches=2, token_level_kl=True), {}),
-    "rloo adapter": (dict(lora_r=4), {}),
+    "rloo adapter": (dict(lora_r=4), WEIGHTS_SHARED),
     "grpo": (EQUAL_GROUPS, {}),
-    "grpo others": (SEVERAL_STEPS | dict(loss_type="dr_grpo", scale_rewards="batch", beta=0.1), {}),
-    "agent": (dict(lora_r=4, beta=0.1), {}),
-    "dpo": (dict(precompute_ref=True, loss_type="ipo"), CHECKPOINTING),
-    "sft": (dict(model="toy/sft", lora_r=2), {}),
-    "reward_model": (dict(eos_dropout=0.5, center_rewards_coefficient=0.1), CHECKPOINTING),
+    "grpo others": (SEVERAL_STEPS | dict(loss_type="dr_grpo", scale_rewards="batch", beta=0.1), WEIGHTS_SHARED),
+    "agent": (dict(lora_r=4, beta=0.1), WEIGHTS_SHARED),
+    "dpo": (dict(precompute_ref=True, loss_type="ipo"), BOTH),
+    "sft": (dict(model="toy/sft", lora_r=2), WEIGHTS_SHARED),
+    "reward_model": (dict(eos_dropout=0.5, center_rewards_coefficient=0.1), BOTH),
     "ddpo": (dict(per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=5), HALF_THE_IMAGES),
     "ddpo adapter": (dict(lora_r=2, train_learning_rate=1e-2, sample_guidance_scale=2.0), HALF_THE_IMAGES),
 }
@@ -88,6 +90,8 @@ def words_for(name, world, output, **settings):
     settings = dict(device="cpu", output_dir=output) | COMMON.get(name, TEXTS) | settings
     if name != "ddpo":
         settings |= dict(num_sample_generations=0)
+    if name in ON_PROMPTS:
+        settings |= dict(num_eval_prompts=4)
     if name in DATA:
         settings["dataset"] = world / DATA[name]
     return [str(world / word) if word.startswith("reward.py:") else word for word in words_of(**settings)]
@@ -131,9 +135,10 @@ def test_torchrun_and_signals_and_other_numbers_of_processes(world):
     main("ppo", *words_for("ppo", world, world / "alone", **STOPPED))
     cut(world / "alone", world / "one-to-two", 1)
     jobs = [["ppo", words_for("ppo", world, world / "whole", **STOPPED)]]
-    jobs += [["ppo", ["--resume", str(world / name)]] for name in ("early", "one-to-two")]
+    again = ["--reward-fn", f"{world}/reward.py:stops_once", "--resume"]  # which names code
+    jobs += [["ppo", [*again, str(world / name)]] for name in ("early", "one-to-two")]
     on_many_processes.wait(on_many_processes.start(jobs, world), world)
     assert_same_run(world / "early", world / "whole")
-    main("ppo", "--resume", cut(world / "whole", world / "two-to-one", 1))
+    main("ppo", *again, cut(world / "whole", world / "two-to-one", 1))
     for name in ("one-to-two", "two-to-one"):
         assert_close_runs(world / name, world / "alone", edge=0.02)
