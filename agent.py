@@ -189,9 +189,8 @@ def train(args):
     passes = range(1 + args.total_episodes // (G * len(prompts)))
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
-    weights = [p for p in policy.parameters() if p.requires_grad]
     options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(weights, args.learning_rate, **options)  # fused: ten times as fast on a CPU
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **options)  # fused: much faster on a CPU
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
     run = Run(args, num_updates, optimizer, schedule, {}, model=policy)
     if run.step == 0 and eval_prompts:
@@ -556,7 +555,7 @@ def k3_estimate(logprobs, ref_logprobs):
 
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 class Meter(Counter):
-    """Means of metrics over the real tokens of a mini-batch, in all of its micro-batches and processes."""
+    """Means of metrics over the real tokens of all micro-batches that were added, in all processes."""
 
     def add(self, metrics, mask):
         """Adds metrics of tokens (b, T), or of responses (b, 1), where the mask (b, T) is true."""
@@ -708,10 +707,9 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     is_whole = args.batch_size % parts == 0
     require(is_whole, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches and groups of {G}")
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
-    print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    per_prompt = num_updates * args.batch_size / len(prompts)
-    print(f"{num_updates} updates of {args.batch_size} episodes, {rows} at a time; {per_prompt:.1f} for each prompt")
     sampled = args.local_rollout_forward_batch_size or 4 * rows
+    print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
+    print(f"{num_updates} updates of {args.batch_size} episodes: {sampled} sampled, {rows} trained on at a time")
     sizes = {"learning_rate": rate, "micro_batch_size": rows, "local_rollout_forward_batch_size": sampled}
     return replace(args, **sizes)
 

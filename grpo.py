@@ -637,7 +637,7 @@ def k3_estimate(logprobs, ref_logprobs):
 
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 class Meter(Counter):
-    """Means of metrics over the real tokens of a mini-batch, in all of its micro-batches and processes."""
+    """Means of metrics over the real tokens of all micro-batches that were added, in all processes."""
 
     def add(self, metrics, mask):
         """Adds metrics of tokens (b, T), or of responses (b, 1), where the mask (b, T) is true."""

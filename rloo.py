@@ -539,7 +539,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 
 # --- 6. Update --------------------------------------------------------------------------------------------------------
 class Meter(Counter):
-    """Means of metrics over the real tokens of a mini-batch, in all of its micro-batches and processes."""
+    """Means of metrics over the real tokens of all micro-batches that were added, in all processes."""
 
     def add(self, metrics, mask):
         """Adds metrics of tokens (b, T), or of responses (b, 1), where the mask (b, T) is true."""
