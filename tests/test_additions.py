@@ -1,22 +1,29 @@
-"""What ppo.py has beyond lecture/ppo.py, written into a copy of the short file by hand: both compute the same numbers.
+"""What ppo.py and diffs of docs/fork.md have beyond lecture/ppo.py, written into a copy of the short file by hand.
 
-A run of five updates is made twice in float64, by ppo.py with settings and by the short file with edits. All metrics
-agree, and the weights that are saved. test_lecture.py does the same for what both files have.
+A run of five updates is made twice in float64, by a fork of ppo.py with settings and by the short file with edits. All
+metrics agree, and the weights that are saved. test_lecture.py does the same for what both files have.
 """
+
+import sys
 
 import pytest
 import torch
 from float64 import float64, in_float64, load_in_float64
 from runs import lines_of, short_form, weights_of
+from sources import ROOT
 from sources import lines_of as lines_of_file
+
+sys.path.insert(0, str(ROOT / "tools"))
+from make_fork import fork  # noqa: E402
 
 SETTINGS = dict(batch_size=8, total_episodes=40, response_length=8, temperature=0.9, learning_rate=2e-3, kl_coef=0.3)
 SETTINGS |= dict(num_ppo_epochs=2, num_mini_batches=2, missing_eos_penalty=0.4)
+DIFFS = ["Whitened rewards", "Stop tokens of one's own", "KL estimators", "Adaptive KL"]
 OTHERS = dict(reward_weights=(1.0, 0.5), whiten_rewards=True, stop_token=(".",))  # that the short file does not have
 OTHERS |= dict(kl_estimator="k3", kl_target=0.065, kl_horizon=40)
 OTHERS |= dict(critic_learning_rate=5e-4, lr_scheduler_type="cosine", warmup_ratio=0.2)
 OTHERS |= dict(weight_decay=0.1, adam_betas=(0.8, 0.95), adam_epsilon=1e-3, max_grad_norm=0.02)
-OTHERS |= dict(num_sample_generations=0, micro_batch_size=3, device="cpu")
+OTHERS |= dict(num_sample_generations=0, num_eval_prompts=0, micro_batch_size=3, device="cpu")
 
 # Lines of the short file, and what stands there instead
 AFTER_SCORE = "    scores = torch.where(ended, scores, scores - args.missing_eos_penalty)  # (B,)"
@@ -88,6 +95,7 @@ def letters(prompts, completions, **_):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     common = SETTINGS | dict(dataset=f"{tmp_path}/prompts.jsonl")
+    monkeypatch.setattr("float64.text_of", lambda file: fork(DIFFS, file))
     with float64():
         ppo = load_in_float64("ppo", monkeypatch)
         reward_fn = ("reward_model", f"{tmp_path}/gold.py:letters")

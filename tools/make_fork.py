@@ -58,6 +58,20 @@ def apply(diff: str, source: str) -> str:
     return source[1:]
 
 
+def fork(names: list[str], script: str) -> str:
+    """The script with some diffs, one after the other."""
+    diffs = {}
+    for page in PAGES:
+        diffs |= read_diffs((ROOT / page).read_text("utf-8"), script)
+    text = (ROOT / script).read_text("utf-8")
+    for name in names:
+        try:
+            text = apply(diffs[name], text)
+        except ValueError as error:
+            raise ValueError(f"the diff {name!r} does not fit {script}: {error}") from None
+    return text
+
+
 def main() -> None:
     """Writes fork.py."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -67,20 +81,18 @@ def main() -> None:
     args = parser.parse_args()
     diffs = {}
     for page in PAGES:
-        diffs |= read_diffs((ROOT / page).read_text("utf-8"), args.script or "")
+        diffs |= read_diffs((ROOT / page).read_text("utf-8"))
     for name in args.name:
         if name not in diffs:
             sys.exit(f"error: there is no diff {name!r}, only {', '.join(diffs)}")
-    file = ROOT / (args.script or script_of(diffs[args.name[0]]))
-    output = file.with_name("fork.py")
+    script = args.script or script_of(diffs[args.name[0]])
+    output = (ROOT / script).with_name("fork.py")
     if output.exists() and not args.force:
         sys.exit(f"error: {output.relative_to(ROOT)} exists: rename it, or overwrite it with --force")
-    text = file.read_text("utf-8")
-    for name in args.name:
-        try:
-            text = apply(diffs[name], text)
-        except ValueError as error:
-            sys.exit(f"error: the diff {name!r} does not fit {file.name}: {error}")
+    try:
+        text = fork(args.name, script)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
     output.write_text(text, "utf-8")
     print(f"written: {output.relative_to(ROOT)}")
 
