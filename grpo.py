@@ -13,7 +13,7 @@ For each batch of prompts, G responses to each (`num_generations`):
   3. advantage  A_i = (score_i - mean of the group's scores) / their standard deviation (`scale_rewards`)
   4. loss       ratio_t = pi(y_t) / pi_old(y_t), or its geometric mean over the response (GSPO)
                 loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps_high)) [+ beta ratio_t KL_t]
-                KL_t = q/p - 1 - log(q/p), q = pi_ref(y_t), p = pi(y_t); pi_ref is a frozen first pi (DeepSeek-V3.2)
+                KL_t = q/p - 1 - log(q/p), q = pi_ref(y_t), p = pi(y_t) (DeepSeek-V3.2); pi_ref is a frozen first pi
                 the loss is a weighted sum of all loss_t; `loss_type` sets the weights (`token_weights`)
   5. update     `num_ppo_epochs` passes over the batch, each with `num_mini_batches` optimiser steps
 
@@ -242,7 +242,7 @@ class Rollout:
     examples: list[dict]  # the B rows of the dataset
     k: int  # responses to each prompt
     ref_logprobs: Tensor | None = None  # (B, T), under the reference, with --beta
-    reward_table: Tensor | None = None  # (B, K), of K reward functions, NaN for None
+    reward_table: Tensor | None = None  # (B, n), of n reward functions, NaN for None
     scores: Tensor | None = None  # (B,), the weighted sum of the rewards, minus the penalty for a missing stop token
     advantages: Tensor | None = None  # (B, 1)
     has_gradient: Tensor | None = None  # (B,), false where the scores of a group are equal, without --beta
@@ -540,7 +540,7 @@ def reread_logprobs(policy, rollout, args):
 
 
 def score_batch(rollout, reward_fns, tokenizer, args):
-    """Adds the rewards (B, K) of all functions to the rollout, and the scores (B,): the weighted sum of the rewards,
+    """Adds the rewards (B, n) of n functions to the rollout, and the scores (B,): the weighted sum of the rewards,
     minus the penalty for a missing stop token. A None counts as 0; if all are None, the score is the group's mean."""
     table = torch.stack([reward_of(rollout, tokenizer, args) for reward_of in reward_fns.values()], 1)
     weights = table.new_tensor(args.reward_weights or [1.0] * len(reward_fns))

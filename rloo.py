@@ -240,7 +240,7 @@ class Rollout:
     k: int  # responses to each prompt
     ref_logprobs: Tensor | None = None  # (B, T), under the reference
     kl: Tensor | None = None  # (B, T), an estimate for each token
-    reward_table: Tensor | None = None  # (B, K), of K reward functions, NaN for None
+    reward_table: Tensor | None = None  # (B, n), of n reward functions, NaN for None
     scores: Tensor | None = None  # (B,), the weighted sum of the rewards, minus the penalty for a missing stop token
     actions: Tensor | None = None  # (B, 1), or (B, T) if each token is an action; true where there is one
     advantages: Tensor | None = None  # of the actions: (B, 1) or (B, T)
@@ -479,7 +479,7 @@ def reread_logprobs(policy, rollout, args):
 
 
 def score_batch(rollout, reward_fns, tokenizer, args):
-    """Adds the rewards (B, K) of all functions to the rollout, and the scores (B,): the weighted sum of the rewards,
+    """Adds the rewards (B, n) of n functions to the rollout, and the scores (B,): the weighted sum of the rewards,
     minus the penalty for a missing stop token. A None counts as 0; if all are None, the score is the group's mean."""
     table = torch.stack([reward_of(rollout, tokenizer, args) for reward_of in reward_fns.values()], 1)
     weights = table.new_tensor(args.reward_weights or [1.0] * len(reward_fns))
