@@ -156,14 +156,19 @@ def train(args):
     pairs = load_pairs(args, tokenizer, args.dataset_train_split)
     eval_pairs = load_pairs(args, tokenizer, args.dataset_test_split)
     policy, reference = load_models(args)
-    for model in (policy, reference):
-        if isinstance(model, nn.Module):
-            place(model, args)
+    place(policy, args)
+    if isinstance(reference, nn.Module):
+        place(reference, args)
     rate = max(5e-7, 1e-5 * (124e6 / policy.num_parameters()) ** 0.6)  # 1e-5 for GPT-2's size; the paper's: 1e-6
     num_tokens = min(8192, 2**29 // policy.config.get_text_config().vocab_size)  # at most 2**29 logits
     args = choose_sizes(args, policy, pairs, rate, num_tokens)  # from here on, all sizes are set
     batches, steps_per_pass = length_grouped_batches(pairs, args)
     num_steps = math.ceil(args.num_train_epochs * steps_per_pass)
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    # fused: ten times as fast on a CPU
+    optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
+
     shown = (eval_pairs or pairs)[:3] if args.num_sample_generations else []
     first_answers = draw_answers(policy, shown, args)  # of the untrained policy, which is the reference
     eval_ref_logps = read_reference(reference, eval_pairs, args)  # (N, 2)
@@ -172,11 +177,6 @@ def train(args):
         for rows in tqdm(batches[:steps_per_pass], desc="reading with the reference", disable=RANK > 0):
             known_ref_logps[rows] = read_reference(reference, [pairs[i] for i in rows], args)
         reference = None  # frees its memory
-
-    weights = [p for p in policy.parameters() if p.requires_grad]
-    # fused: ten times as fast on a CPU
-    optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
-    schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
     run = Run(args, num_steps, optimizer, schedule, {}, model=policy)
     for step in run.steps():
         # 1. Encode: load_pairs did
