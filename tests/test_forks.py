@@ -1,15 +1,17 @@
 """docs/fork.md and docs/diffs/questions.md: their diffs fit the short files and scripts, and do what the pages say."""
 
 import json
+import re
 import shutil
 import sys
+from dataclasses import fields
 from unittest import mock
 
 import on_many_processes
 import pytest
 import torch
 from numbers_of_others import close, golden, leaf
-from runs import assert_close_runs, cut, run, script, slow_but, untimed, watch, words_of, write_rows
+from runs import NAMES, assert_close_runs, cut, run, script, slow_but, untimed, watch, words_of, write_rows
 from safetensors.torch import load_file
 from sources import ROOT, load, text_of
 from tiny import SIZES
@@ -122,6 +124,8 @@ def train(tmp_path, tiny, monkeypatch):
 GOLD = f"{ROOT}/toy/gold_score.py:gold_score"
 OTHER_SETTINGS = {"ppo": MODELS, "rloo": MODELS | dict(reward_fn=(GOLD,)), "grpo": dict(model=f"{ROOT}/toy/shells/sft")}
 OTHER_SETTINGS["grpo"] |= dict(reward_fn=(f"{ROOT}/rewards/verifiers.py:right_number",), beta=0.1)
+NORM = {"ppo": "policy/grad_norm", "rloo": "policy/grad_norm", "grpo": "grad_norm"}
+of_three = pytest.mark.parametrize("name", slow_but(["ppo"], ["ppo", "rloo", "grpo"]))
 OFF = {  # a diff whose settings change nothing
     ("ppo", "Score scaling"): {},
     ("ppo", "Early stop"): {},
@@ -212,18 +216,19 @@ def test_moving_average_against_openrlhf(everything):
         close(ema[0].data, step["ema"])
 
 
-def test_kl_controller_against_trl07(monkeypatch, tiny, tmp_path):
+@pytest.mark.parametrize("name", ["ppo", "rloo"])
+def test_kl_controller_against_trl07(name, monkeypatch, tiny, tmp_path):
     """At the target, inside the clip, and far outside it; 16 episodes of a horizon of 625 are 256 of 10,000."""
     i, o = golden("trl0711_kl_controller")
     steps = [step for step in o["sequence"] if step["n_steps"] == 256]
     kls = [step["current_kl"] for step in [*steps, steps[0]]]
     coefs = []
-    module = load_fork(tmp_path, "ppo", "Adaptive KL")
+    module = load_fork(tmp_path, name, "Adaptive KL")
     log = lambda rollout, args: {"objective/kl": kls[len(coefs)], "objective/scores": coefs.append(args.kl_coef) or 0.0}  # noqa: E731
     monkeypatch.setattr(module, "rollout_stats", log)
     monkeypatch.setattr(module, "update", lambda *_: {"policy/first_ratio_error": 0.0})
     sizes = dict(kl_target=i["target"], kl_horizon=625, batch_size=16, total_episodes=16 * len(kls), response_length=1)
-    run(module, tmp_path / "run", **tiny["ppo"] | SHORT | sizes)
+    run(module, tmp_path / "run", **tiny[name] | SHORT | sizes)
     ratios = [step["value_after"] / step["value_before"] for step in steps]
     close([after / before for before, after in zip(coefs, coefs[1:])], ratios)
 
@@ -292,11 +297,14 @@ def test_score_scaling_is_in_checkpoints(train, tmp_path):
     assert sums == pytest.approx([len(scores), scores.sum().item(), (scores**2).sum().item()])
 
 
-def test_early_stop(train):
+@of_three
+def test_early_stop(name, train, part_of):
     """After one step the policy is too far for the second pass; a step with a large ratio does not end the update."""
-    lines, calls = train("Early stop", "policy_loss", target_kl=1e-6, num_ppo_epochs=3)
+    loss = "surrogate_loss" if name == "grpo" else "policy_loss"
+    settings = dict(num_ppo_epochs=3, model=f"{ROOT}/toy/sft", dataset=part_of("prompts", 64), reward_fn=(GOLD,))
+    lines, calls = train("Early stop", loss, name, target_kl=1e-6, **settings)
     assert [line["val/skipped_steps"] for line in lines] == [1, 1] and len(calls) == 2 * 2
-    lines, calls = train("Early stop", "policy_loss", ratio_threshold=1 + 1e-9, num_ppo_epochs=3)
+    lines, calls = train("Early stop", loss, name, ratio_threshold=1 + 1e-9, **settings)
     assert sum(line["val/skipped_steps"] for line in lines) > 0 and len(calls) == 2 * 3
 
 
@@ -338,18 +346,20 @@ def test_exact_kl(train):
     assert lines[0]["objective/kl"] == pytest.approx(0, abs=1e-5) and lines[1]["objective/kl"] > 1e-3
 
 
-def test_pretraining_texts(train, tmp_path):
+@of_three
+def test_pretraining_texts(name, train, tmp_path, part_of):
     """With one text, the loss is -log pi of its tokens; its gradient has the weight ptx_coef."""
     text = "The film is a love story of two people who never meet."
     texts = dict(pretrain_data=write_rows(tmp_path / "texts.jsonl", [{"text": text}]), num_ppo_epochs=1)
-    lines, _ = train("Pretraining texts", "update", **texts, ptx_coef=1e4, max_grad_norm=1e9)
+    texts |= dict(model=f"{ROOT}/toy/sft", dataset=part_of("prompts", 64), reward_fn=(GOLD,))
+    lines, _ = train("Pretraining texts", "update", name, **texts, ptx_coef=1e4, max_grad_norm=1e9)
     model, tokenizer = (kind.from_pretrained(ROOT / "toy/sft") for kind in (AutoModelForCausalLM, AutoTokenizer))
     ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
     loss = model(ids, labels=ids).loss
     loss.backward()
     assert lines[0]["loss/ptx"] == pytest.approx(loss.item(), rel=1e-4) and lines[1]["loss/ptx"] < loss
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
-    assert lines[0]["policy/grad_norm"] == pytest.approx(1e4 * norm, rel=1e-2)
+    assert lines[0][NORM[name]] == pytest.approx(1e4 * norm, rel=1e-2)
 
 
 @pytest.mark.parametrize("name", slow_but(["grpo"], ["ppo", "rloo", "grpo"]))
@@ -364,11 +374,10 @@ def test_balanced_experts(name, train, experts, part_of):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     policy(input_ids=ids, attention_mask=mask, position_ids=positions, output_router_logits=True).aux_loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters() if p.grad is not None]).item()
-    key = "grad_norm" if name == "grpo" else "policy/grad_norm"
-    assert lines[1][key] == pytest.approx(1e4 * norm, rel=1e-2)
+    assert lines[1][NORM[name]] == pytest.approx(1e4 * norm, rel=1e-2)
 
 
-@pytest.mark.parametrize("name", slow_but(["ppo"], ["ppo", "rloo", "grpo"]))
+@of_three
 def test_shared_layers(name, train, tmp_path):
     """Policy and reference have one tensor for each of the first weights, which stay; the others are trained."""
     _, calls = train("Shared layers", "load_models", name, num_shared_layers=1)
@@ -408,9 +417,11 @@ def test_scores_as_advantages(train, part_of):
         assert torch.equal(rollout.advantages[:, 0], rollout.scores) and rollout.scores.abs().max() > 0
 
 
-def test_truncated_importance_weights(train):
-    """Where the sampler says that its tokens were likelier, by a factor of e^.05, the weights are e^-.05."""
-    _, plain = train("Truncated importance weights", "update")
+@of_three
+def test_truncated_importance_weights(name, train):
+    """Where the sampler says that its tokens were likelier, by a factor of e^.05, the weights of actions are smaller by
+    it."""
+    _, plain = train("Truncated importance weights", "update", name)
     module = sys.modules["forked"]
     sample = module.sample
 
@@ -419,10 +430,24 @@ def test_truncated_importance_weights(train):
         return *drawn, logprobs + 0.05
 
     with mock.patch.object(module, "sample", likelier):
-        _, other = train("Truncated importance weights", "update")
-    first, second = plain[0][4], other[0][4]
-    ratio = (second.advantages / first.advantages)[first.mask]
-    close(ratio, torch.full_like(ratio, -0.05).exp(), rtol=1e-3)
+        _, other = train("Truncated importance weights", "update", name)
+    first, second = ([x for x in call if isinstance(x, module.Rollout)][0] for call in (plain[0], other[0]))
+    lengths = first.mask.sum(1, keepdim=True) if name == "rloo" else torch.ones_like(first.mask)
+    real = (first.advantages != 0) & first.mask[:, : first.advantages.shape[1]]
+    expected = (-0.05 * lengths).exp().expand_as(first.advantages)
+    close((second.advantages / first.advantages)[real], expected[real], rtol=1e-3)
+    assert real.any()
+
+
+@of_three
+def test_entropy_bonus(name, train):
+    """With a large weight the entropy is higher after the first update."""
+    key = "entropy" if name == "grpo" else "policy/entropy_avg"
+    entropies = []
+    for weight in (0.0, 10.0):
+        lines, _ = train("Entropy bonus", "update", name, entropy_coef=weight, learning_rate=1e-3)
+        entropies.append(lines[1][key])
+    assert entropies[1] > entropies[0] + 0.01
 
 
 def test_critic_warm_up(train, tmp_path):
@@ -436,11 +461,32 @@ def test_critic_warm_up(train, tmp_path):
         assert not torch.equal(critic["score"].weight, reward["score.weight"])
 
 
-def test_moving_average(train, tmp_path):
+@of_three
+def test_moving_average(name, train, tmp_path, part_of):
     """After one step: 0.9 of the weights before and 0.1 of those after it."""
-    train("Moving average", "update", total_episodes=8, num_ppo_epochs=1, ema_decay=0.9)
+    settings = dict(model=f"{ROOT}/toy/sft", dataset=part_of("prompts", 64), reward_fn=(GOLD,))
+    train("Moving average", "update", name, total_episodes=8, num_ppo_epochs=1, ema_decay=0.9, **settings)
     (folder,) = tmp_path.glob("run*")
     before, after = load_file(ROOT / "toy/sft/model.safetensors"), load_file(folder / "model.safetensors")
-    for name, x in load_file(folder / "ema/model.safetensors").items():
-        assert torch.allclose(x, 0.9 * before[name] + 0.1 * after[name], atol=1e-7)
-        assert not torch.equal(before[name], after[name])
+    for key, x in load_file(folder / "ema/model.safetensors").items():
+        assert torch.allclose(x, 0.9 * before[key] + 0.1 * after[key], atol=1e-7)
+        assert not torch.equal(before[key], after[key])
+
+
+# --- docs/options.md
+
+ROWS = [row.split(" | ") for row in text_of("docs/options.md").splitlines() if row.startswith("| `")]
+ROWS = [row for row in ROWS if len(row) == 3]
+ANSWERS = {name: kind for names, kind, _ in ROWS for name in re.findall("`(.+?)`", names)}
+
+
+@pytest.mark.parametrize("signature", json.loads(text_of("tests/golden/options.json")))
+def test_the_page_has_an_answer_for_every_setting(signature):
+    names = json.loads(text_of("tests/golden/options.json"))[signature]
+    assert {name: ANSWERS.get(name) for name in names if ANSWERS.get(name) not in ("flag", "diff", "no")} == {}
+
+
+def test_settings_of_the_same_name_exist():
+    ours = {field.name for name in NAMES if name != "ddpo" for field in fields(script(name).Args)}
+    same = [names for names, _, answer in ROWS if "same name" in answer]
+    assert set(re.findall("`(.+?)`", " ".join(same))) <= ours
