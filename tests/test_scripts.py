@@ -121,5 +121,5 @@ def test_a_script_alone_in_a_folder_starts(name, tmp_path, monkeypatch):
     module = load(tmp_path / f"{name}.py", "alone")
     with pytest.raises((Exception, SystemExit), match="toy/|rewards/"):
         module.train(module.Args(output_dir=str(tmp_path / "out"), device="cpu"))
-    assert {path.name for path in tmp_path.iterdir()} <= {f"{name}.py", "__pycache__"}
+    assert {path.name for path in tmp_path.iterdir()} <= {f"{name}.py", "__pycache__", "out"}
     monkeypatch.chdir(ROOT)
