@@ -39,6 +39,7 @@ Papers: RLOO 2402.14740 (sec. 3); REINFORCE with this baseline (Kool et al. 2019
   python rloo.py --model gpt2 --bf16   # GPT-2 on a GPU, with the same prompts and reward (on a CPU, without --bf16)
 """
 
+import ctypes
 import inspect
 import json
 import math
@@ -76,7 +77,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, StaticCache
 from transformers import get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -810,9 +811,9 @@ def load_prompts(args, tokenizer, split):
     ids = encode(parse(rows, text_of, f"{args.dataset}, {split}"), tokenizer, is_chat)
     prompts = [row | {"input_ids": x} for row, x in zip(rows, ids) if len(x) <= args.max_prompt_length]
     require(prompts or not rows, f"the shortest prompt has {min(map(len, ids), default=0)} tokens: --max-prompt-length")
-    print(f"{split}: {len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
-    for row in prompts[:1]:
-        print(f"the first one, as the policy reads it: {tokenizer.decode(row['input_ids'])!r}")
+    if prompts:
+        print(f"{split}: {len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
+        print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
     return prompts
 
 
@@ -866,7 +867,7 @@ def read_rows(args, split):
         require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
         rows = datasets.load_dataset(name, args.dataset_config, split=split).to_list()
     if file.suffix != ".jsonl":
-        rows = json.loads(json.dumps(rows), object_hook=without_nulls)
+        rows = json.loads(json.dumps(rows), object_hook=without_nulls)  # at any depth
     require(rows, f"{file} has no rows")
     SOURCES[split] = f"{len(rows)} rows of {file}"
     print(f"{split}: {SOURCES[split]}")
@@ -969,9 +970,10 @@ def load_model(auto_class, name, new_weights=()):
     missing, which the library would draw at random; those of a new head may be."""
     require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: see tools/merge.py")
     tokenizer = load_tokenizer(name)
+    is_quantised = hasattr(AutoConfig.from_pretrained(name), "quantization_config")
+    require(not is_quantised, f"{name} is quantised: use the model that it was made of")
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
-    require(not hasattr(model.config, "quantization_config"), f"{name} is quantised: use the model that it was made of")
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
     require(not wrong, f"{name} is not a {type(model).__name__}: weights are missing or unexpected: {list(wrong)[:3]}")
     if tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
@@ -1053,6 +1055,9 @@ def start(args):
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
     elif args.bf16 and not torch.cpu.get_capabilities().get("avx512_bf16"):
         print("--bf16 is several times slower on this CPU, which has no AVX-512 BF16")
+    if sys.platform == "linux":  # glibc keeps freed memory: asking for it again takes a tenth of the time on a CPU
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
+        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     return replace(args, output_dir=str(folder))
 
 
@@ -1137,7 +1142,8 @@ class Run:
             self.restore()
         for _ in range(self.step):
             schedule.step()
-        optimizer.register_step_post_hook(self.reshard)
+        # after a step, what a pass has gathered is old
+        optimizer.register_step_post_hook(lambda *_: [part.reshard() for part in shards(self.models)])
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True, disable=RANK > 0)
         self.wandb = None
         if RANK:
@@ -1150,11 +1156,6 @@ class Run:
 
             options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
             self.wandb = wandb.init(**options)
-
-    def reshard(self, *_):
-        """After an optimiser step, the weights that a pass has gathered are old."""
-        for module in shards(self.models):
-            module.reshard()
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
