@@ -1,5 +1,6 @@
 """reward_model.py: its head, lost EOS, evaluation by hand, and what other programs read of it."""
 
+import shutil
 from collections import Counter
 from types import SimpleNamespace
 
@@ -111,9 +112,13 @@ def test_a_longer_run_is_one_that_goes_on(preferences, tmp_path):
     settings |= dict(center_rewards_coefficient=0.1, save_steps=5)
     run(reward_model, tmp_path / "whole", **settings)
     run(reward_model, tmp_path / "halves", **settings | dict(num_train_epochs=1))
-    main(reward_model, "--resume", tmp_path / "halves", "--num-train-epochs", 2)
-    whole, halves = ([line["loss"] for line in lines_of(tmp_path / name)] for name in ("whole", "halves"))
+    copy = shutil.copytree(tmp_path / "halves", tmp_path / "copy")  # this process holds the lock of the other
+    main(reward_model, "--resume", copy, "--num-train-epochs", 2)
+    whole, halves = ([line["loss"] for line in lines_of(folder)] for folder in (tmp_path / "whole", copy))
     assert halves == pytest.approx(whole, rel=1e-5)
+    bias = classifier(copy).config.reward_bias
+    main(reward_model, "--resume", shutil.copytree(copy, tmp_path / "complete"))  # it has no step left
+    assert classifier(tmp_path / "complete").config.reward_bias == bias
 
 
 @pytest.mark.slow
