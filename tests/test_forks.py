@@ -159,26 +159,31 @@ def test_diffs_go_together_in_any_order(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo", "rloo", "grpo"])
+@pytest.mark.parametrize("name", ["ppo", "rloo", "grpo", "dpo"])
 def test_all_diffs_train_together(name, tmp_path, tiny, experts, part_of, monkeypatch):
     """Two updates of a mixture of experts, on one process, and on two at each stage: they compute the same. One that
     is resumed comes to the same numbers, too."""
     module = load_fork(tmp_path, name, *ALL[f"{name}.py"])
     monkeypatch.syspath_prepend(tmp_path)
-    settings = tiny[name] | OTHER_SETTINGS[name] | SHORT | dict(model=experts, pretrain_data=part_of("sft", 32))
-    settings |= dict(dataset=part_of("prompts", 64), micro_batch_size=4, adam_epsilon=1e-3, reward_fn=(GOLD,))
-    settings |= dict(save_steps=1, save_total_limit=2, num_sample_generations=0)
+    settings = dict(micro_batch_size=4, save_steps=1, save_total_limit=2, num_sample_generations=0)
+    if name == "dpo":
+        settings |= tiny[name] | dict(num_train_epochs=0.7, learning_rate=1e-4)
+    else:
+        settings |= tiny[name] | OTHER_SETTINGS[name] | SHORT | dict(model=experts, pretrain_data=part_of("sft", 32))
+        settings |= dict(dataset=part_of("prompts", 64), adam_epsilon=1e-3, reward_fn=(GOLD,), target_kl=1.0)
+        settings |= dict(stop_token=("eos", "."))
     special = {
-        "ppo": dict(critic_warmup_updates=0, kl_estimator="full", score_scaling="norm", whiten_rewards=True),
+        "ppo": dict(critic_warmup_updates=0, kl_estimator="full", kl_target=1.0, score_scaling="norm", score_clip=1.5),
         "rloo": dict(kl_estimator="k3", kl_target=1.0, normalize_reward=True, normalize_advantage=True),
-        "grpo": dict(loss_type="bnpo"),
     }
-    settings |= special[name]
+    settings |= special.get(name, {})
+    settings |= dict(whiten_rewards=True) if name == "ppo" else {}
     run(module, tmp_path / "alone", **settings)
     shutil.copytree(cut(tmp_path / "alone", tmp_path / "cut", 1), tmp_path / "resumed")
     stages = (2, 3)
+    resumed = {} if name == "dpo" else dict(reward_fn=settings["reward_fn"])
     jobs = [words_of(**settings, device="cpu", zero_stage=i, output_dir=tmp_path / f"stage{i}") for i in stages]
-    jobs.append(["--resume", str(tmp_path / "resumed"), *words_of(reward_fn=settings["reward_fn"])])
+    jobs.append(["--resume", str(tmp_path / "resumed"), *words_of(**resumed)])
     jobs = [["forked", words] for words in jobs]
     on_many_processes.wait(on_many_processes.start(jobs, tmp_path), tmp_path)
     for other in ("stage2", "stage3", "resumed"):
