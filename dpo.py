@@ -225,16 +225,19 @@ class TokenLogprobs(torch.autograd.Function):
     """token_logprobs of n tokens, a slice at a time: of the size of the logits (n, V), there is no other tensor."""
 
     @staticmethod
-    def forward(ctx, logits, tokens, temperature):
+    def forward(ctx, logits, tokens, temperature, with_entropy):
         """Log-probabilities (n,), and entropies (n,), which have no gradient."""
         size = max(1, 2**24 // logits.shape[1])  # tokens in a slice of 64 MB
-        both = []
+        logprobs = []
+        entropy = []
         for x, token in zip(logits.split(size), tokens[:, None].split(size)):
-            log_softmax = (x.float() / temperature).log_softmax(1)
-            logprobs = log_softmax.gather(1, token).squeeze(1)
-            entropy = -log_softmax.exp().mul_(log_softmax).sum(1)
-            both.append(torch.stack([logprobs, entropy]))
-        logprobs, entropy = torch.cat(both, 1)
+            scaled = x.float() if temperature == 1 else x.float() / temperature
+            log_softmax = scaled.log_softmax(1)
+            logprobs.append(log_softmax.gather(1, token).squeeze(1))
+            if with_entropy:
+                entropy.append(-log_softmax.exp().mul_(log_softmax).sum(1))
+        logprobs = torch.cat(logprobs)
+        entropy = torch.cat(entropy) if with_entropy else torch.zeros_like(logprobs)
         ctx.save_for_backward(logits, tokens, logprobs)
         ctx.mark_non_differentiable(entropy)
         ctx.temperature, ctx.size = temperature, size
@@ -247,16 +250,19 @@ class TokenLogprobs(torch.autograd.Function):
         logits, *columns = ctx.saved_tensors
         columns = [x[:, None].split(ctx.size) for x in (*columns, grad / ctx.temperature)]
         for x, token, logprob, slope in zip(logits.split(ctx.size), *columns):
-            scaled = x.float() / ctx.temperature
+            scaled = x.float()  # in float32 the logits themselves
+            if ctx.temperature != 1:
+                scaled.div_(ctx.temperature)
             softmax = scaled.sub_(scaled.gather(1, token) - logprob).exp_()  # minus the log of the normaliser
             x.copy_(softmax.mul_(-slope).scatter_add_(1, token, slope))
-        return logits, None, None
+        return logits, None, None, None
 
 
-def token_logprobs(logits, tokens, temperature=1.0):
-    """(B, T) log-probabilities of tokens under softmax(logits / temperature), from logits (B, T, V), and entropies."""
-    logprobs, entropy = TokenLogprobs.apply(logits.flatten(0, 1), tokens.flatten(), temperature)
-    return logprobs.view(tokens.shape), entropy.view(tokens.shape)
+def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
+    """(B, T) log-probabilities of tokens under softmax(logits / temperature), from logits (B, T, V), and the entropies
+    (B, T); 0 unless they are asked for."""
+    both = TokenLogprobs.apply(logits.flatten(0, 1), tokens.flatten(), temperature, with_entropy)
+    return [x.view(tokens.shape) for x in both]
 
 
 def completion_logprobs(model, prompts, completions, args):

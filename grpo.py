@@ -459,16 +459,19 @@ class TokenLogprobs(torch.autograd.Function):
     """token_logprobs of n tokens, a slice at a time: of the size of the logits (n, V), there is no other tensor."""
 
     @staticmethod
-    def forward(ctx, logits, tokens, temperature):
+    def forward(ctx, logits, tokens, temperature, with_entropy):
         """Log-probabilities (n,), and entropies (n,), which have no gradient."""
         size = max(1, 2**24 // logits.shape[1])  # tokens in a slice of 64 MB
-        both = []
+        logprobs = []
+        entropy = []
         for x, token in zip(logits.split(size), tokens[:, None].split(size)):
-            log_softmax = (x.float() / temperature).log_softmax(1)
-            logprobs = log_softmax.gather(1, token).squeeze(1)
-            entropy = -log_softmax.exp().mul_(log_softmax).sum(1)
-            both.append(torch.stack([logprobs, entropy]))
-        logprobs, entropy = torch.cat(both, 1)
+            scaled = x.float() if temperature == 1 else x.float() / temperature
+            log_softmax = scaled.log_softmax(1)
+            logprobs.append(log_softmax.gather(1, token).squeeze(1))
+            if with_entropy:
+                entropy.append(-log_softmax.exp().mul_(log_softmax).sum(1))
+        logprobs = torch.cat(logprobs)
+        entropy = torch.cat(entropy) if with_entropy else torch.zeros_like(logprobs)
         ctx.save_for_backward(logits, tokens, logprobs)
         ctx.mark_non_differentiable(entropy)
         ctx.temperature, ctx.size = temperature, size
@@ -481,16 +484,19 @@ class TokenLogprobs(torch.autograd.Function):
         logits, *columns = ctx.saved_tensors
         columns = [x[:, None].split(ctx.size) for x in (*columns, grad / ctx.temperature)]
         for x, token, logprob, slope in zip(logits.split(ctx.size), *columns):
-            scaled = x.float() / ctx.temperature
+            scaled = x.float()  # in float32 the logits themselves
+            if ctx.temperature != 1:
+                scaled.div_(ctx.temperature)
             softmax = scaled.sub_(scaled.gather(1, token) - logprob).exp_()  # minus the log of the normaliser
             x.copy_(softmax.mul_(-slope).scatter_add_(1, token, slope))
-        return logits, None, None
+        return logits, None, None, None
 
 
-def token_logprobs(logits, tokens, temperature=1.0):
-    """(B, T) log-probabilities of tokens under softmax(logits / temperature), from logits (B, T, V), and entropies."""
-    logprobs, entropy = TokenLogprobs.apply(logits.flatten(0, 1), tokens.flatten(), temperature)
-    return logprobs.view(tokens.shape), entropy.view(tokens.shape)
+def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
+    """(B, T) log-probabilities of tokens under softmax(logits / temperature), from logits (B, T, V), and the entropies
+    (B, T); 0 unless they are asked for."""
+    both = TokenLogprobs.apply(logits.flatten(0, 1), tokens.flatten(), temperature, with_entropy)
+    return [x.view(tokens.shape) for x in both]
 
 
 def can_share_prompts(model, args):
@@ -500,7 +506,7 @@ def can_share_prompts(model, args):
     return not args.gradient_checkpointing and not any(isinstance(x, LinearAttentionCacheLayerMixin) for x in layers)
 
 
-def logprobs_under(model, r, args):
+def logprobs_under(model, r, args, with_entropy=False):
     """(b, T) log-probabilities of the response tokens under a model, and the entropies of its distributions. Position
     P-1+t of the input predicts response token t, both counted from 0. A prompt is read once for its rows: the backward
     pass sums their gradients."""
@@ -510,15 +516,15 @@ def logprobs_under(model, r, args):
         positions = torch.arange(P - 1, P + T - 1, device=mask.device)
         with autocast(args):
             logits = forward(model, ids, mask, use_cache=False, logits_to_keep=positions).logits  # (b, T, V)
-        return token_logprobs(logits, r.responses, args.temperature)
+        return token_logprobs(logits, r.responses, args.temperature, with_entropy)
     cache = DynamicCache(config=model.config)
     positions = torch.arange(T - 1, device=mask.device)  # the last token predicts nothing
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": positions}
     with autocast(args):
         first = read_prompts(model, r.prompts, r.prompt_mask, cache)  # (b, 1, V)
         others = forward(model, r.responses, mask, **options).logits  # (b, T-1, V)
-    of_first = token_logprobs(first, r.responses[:, :1], args.temperature)
-    of_others = token_logprobs(others, r.responses[:, 1:], args.temperature)
+    of_first = token_logprobs(first, r.responses[:, :1], args.temperature, with_entropy)
+    of_others = token_logprobs(others, r.responses[:, 1:], args.temperature, with_entropy)
     return [torch.cat(columns, 1) for columns in zip(of_first, of_others)]
 
 
@@ -682,7 +688,7 @@ def update(policy, optimizer, rollout, args):
                 r = rollout.select(parts[RANK])
                 mask = r.loss_mask
                 with torch.set_grad_enabled(has_backward):
-                    logprobs, entropy = logprobs_under(policy, r, args)  # (b, T) each
+                    logprobs, entropy = logprobs_under(policy, r, args, with_entropy=True)  # (b, T) each
                 ratio = importance_ratio(logprobs, r.old_logprobs, mask, args.importance_sampling_level)  # or (b, 1)
                 losses = surrogate_loss(ratio, logprobs, r.advantages, lower, upper, args.loss_type)
                 kl = torch.zeros_like(logprobs)

@@ -398,16 +398,19 @@ class TokenLogprobs(torch.autograd.Function):
     """token_logprobs of n tokens, a slice at a time: of the size of the logits (n, V), there is no other tensor."""
 
     @staticmethod
-    def forward(ctx, logits, tokens, temperature):
+    def forward(ctx, logits, tokens, temperature, with_entropy):
         """Log-probabilities (n,), and entropies (n,), which have no gradient."""
         size = max(1, 2**24 // logits.shape[1])  # tokens in a slice of 64 MB
-        both = []
+        logprobs = []
+        entropy = []
         for x, token in zip(logits.split(size), tokens[:, None].split(size)):
-            log_softmax = (x.float() / temperature).log_softmax(1)
-            logprobs = log_softmax.gather(1, token).squeeze(1)
-            entropy = -log_softmax.exp().mul_(log_softmax).sum(1)
-            both.append(torch.stack([logprobs, entropy]))
-        logprobs, entropy = torch.cat(both, 1)
+            scaled = x.float() if temperature == 1 else x.float() / temperature
+            log_softmax = scaled.log_softmax(1)
+            logprobs.append(log_softmax.gather(1, token).squeeze(1))
+            if with_entropy:
+                entropy.append(-log_softmax.exp().mul_(log_softmax).sum(1))
+        logprobs = torch.cat(logprobs)
+        entropy = torch.cat(entropy) if with_entropy else torch.zeros_like(logprobs)
         ctx.save_for_backward(logits, tokens, logprobs)
         ctx.mark_non_differentiable(entropy)
         ctx.temperature, ctx.size = temperature, size
@@ -420,16 +423,19 @@ class TokenLogprobs(torch.autograd.Function):
         logits, *columns = ctx.saved_tensors
         columns = [x[:, None].split(ctx.size) for x in (*columns, grad / ctx.temperature)]
         for x, token, logprob, slope in zip(logits.split(ctx.size), *columns):
-            scaled = x.float() / ctx.temperature
+            scaled = x.float()  # in float32 the logits themselves
+            if ctx.temperature != 1:
+                scaled.div_(ctx.temperature)
             softmax = scaled.sub_(scaled.gather(1, token) - logprob).exp_()  # minus the log of the normaliser
             x.copy_(softmax.mul_(-slope).scatter_add_(1, token, slope))
-        return logits, None, None
+        return logits, None, None, None
 
 
-def token_logprobs(logits, tokens, temperature=1.0):
-    """(B, T) log-probabilities of tokens under softmax(logits / temperature), from logits (B, T, V), and entropies."""
-    logprobs, entropy = TokenLogprobs.apply(logits.flatten(0, 1), tokens.flatten(), temperature)
-    return logprobs.view(tokens.shape), entropy.view(tokens.shape)
+def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
+    """(B, T) log-probabilities of tokens under softmax(logits / temperature), from logits (B, T, V), and the entropies
+    (B, T); 0 unless they are asked for."""
+    both = TokenLogprobs.apply(logits.flatten(0, 1), tokens.flatten(), temperature, with_entropy)
+    return [x.view(tokens.shape) for x in both]
 
 
 def can_share_prompts(model, args):
@@ -439,7 +445,7 @@ def can_share_prompts(model, args):
     return not args.gradient_checkpointing and not any(isinstance(x, LinearAttentionCacheLayerMixin) for x in layers)
 
 
-def logprobs_under(model, r, args):
+def logprobs_under(model, r, args, with_entropy=False):
     """(b, T) log-probabilities of the response tokens under a model, and the entropies of its distributions. Position
     P-1+t of the input predicts response token t, both counted from 0. A prompt is read once for its rows: the backward
     pass sums their gradients."""
@@ -449,15 +455,15 @@ def logprobs_under(model, r, args):
         positions = torch.arange(P - 1, P + T - 1, device=mask.device)
         with autocast(args):
             logits = forward(model, ids, mask, use_cache=False, logits_to_keep=positions).logits  # (b, T, V)
-        return token_logprobs(logits, r.responses, args.temperature)
+        return token_logprobs(logits, r.responses, args.temperature, with_entropy)
     cache = DynamicCache(config=model.config)
     positions = torch.arange(T - 1, device=mask.device)  # the last token predicts nothing
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": positions}
     with autocast(args):
         first = read_prompts(model, r.prompts, r.prompt_mask, cache)  # (b, 1, V)
         others = forward(model, r.responses, mask, **options).logits  # (b, T-1, V)
-    of_first = token_logprobs(first, r.responses[:, :1], args.temperature)
-    of_others = token_logprobs(others, r.responses[:, 1:], args.temperature)
+    of_first = token_logprobs(first, r.responses[:, :1], args.temperature, with_entropy)
+    of_others = token_logprobs(others, r.responses[:, 1:], args.temperature, with_entropy)
     return [torch.cat(columns, 1) for columns in zip(of_first, of_others)]
 
 
@@ -570,7 +576,7 @@ def update(policy, optimizer, rollout, args):
             num_actions = rollout.actions[mini_batch].sum() / WORLD_SIZE
             for index in rollout.micro_batches(mini_batch, args):
                 r = rollout.select(index)
-                logprobs, entropy = logprobs_under(policy, r, args)  # (b, T) each
+                logprobs, entropy = logprobs_under(policy, r, args, with_entropy=True)  # (b, T) each
                 new = action_logprobs(logprobs, r.mask, args.token_level_kl)  # (b, 1), or (b, T)
                 old = action_logprobs(r.old_logprobs, r.mask, args.token_level_kl)
                 pg_loss, ratio, pg_clipped = policy_loss(new, old, r.advantages, r.actions, args.cliprange)

@@ -279,16 +279,19 @@ class TokenLogprobs(torch.autograd.Function):
     """token_logprobs of n tokens, a slice at a time: of the size of the logits (n, V), there is no other tensor."""
 
     @staticmethod
-    def forward(ctx, logits, tokens, temperature):
+    def forward(ctx, logits, tokens, temperature, with_entropy):
         """Log-probabilities (n,), and entropies (n,), which have no gradient."""
         size = max(1, 2**24 // logits.shape[1])  # tokens in a slice of 64 MB
-        both = []
+        logprobs = []
+        entropy = []
         for x, token in zip(logits.split(size), tokens[:, None].split(size)):
-            log_softmax = (x.float() / temperature).log_softmax(1)
-            logprobs = log_softmax.gather(1, token).squeeze(1)
-            entropy = -log_softmax.exp().mul_(log_softmax).sum(1)
-            both.append(torch.stack([logprobs, entropy]))
-        logprobs, entropy = torch.cat(both, 1)
+            scaled = x.float() if temperature == 1 else x.float() / temperature
+            log_softmax = scaled.log_softmax(1)
+            logprobs.append(log_softmax.gather(1, token).squeeze(1))
+            if with_entropy:
+                entropy.append(-log_softmax.exp().mul_(log_softmax).sum(1))
+        logprobs = torch.cat(logprobs)
+        entropy = torch.cat(entropy) if with_entropy else torch.zeros_like(logprobs)
         ctx.save_for_backward(logits, tokens, logprobs)
         ctx.mark_non_differentiable(entropy)
         ctx.temperature, ctx.size = temperature, size
@@ -301,21 +304,23 @@ class TokenLogprobs(torch.autograd.Function):
         logits, *columns = ctx.saved_tensors
         columns = [x[:, None].split(ctx.size) for x in (*columns, grad / ctx.temperature)]
         for x, token, logprob, slope in zip(logits.split(ctx.size), *columns):
-            scaled = x.float() / ctx.temperature
+            scaled = x.float()  # in float32 the logits themselves
+            if ctx.temperature != 1:
+                scaled.div_(ctx.temperature)
             softmax = scaled.sub_(scaled.gather(1, token) - logprob).exp_()  # minus the log of the normaliser
             x.copy_(softmax.mul_(-slope).scatter_add_(1, token, slope))
-        return logits, None, None
+        return logits, None, None, None
 
 
-def token_logprobs(logits, tokens, temperature=1.0):
-    """(B, T) log-probabilities of tokens under softmax(logits / temperature), from logits (B, T, V), and entropies."""
-    logprobs, entropy = TokenLogprobs.apply(logits.flatten(0, 1), tokens.flatten(), temperature)
-    return logprobs.view(tokens.shape), entropy.view(tokens.shape)
+def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
+    """(B, T) log-probabilities of tokens under softmax(logits / temperature), from logits (B, T, V), and the entropies
+    (B, T); 0 unless they are asked for."""
+    both = TokenLogprobs.apply(logits.flatten(0, 1), tokens.flatten(), temperature, with_entropy)
+    return [x.view(tokens.shape) for x in both]
 
 
 def read_labels(policy, texts, args):
-    """For the n labels of some texts: their losses -log pi (n,), the entropies of pi (n,), their tokens (n,), and
-    whether each was the likeliest (n,).
+    """For the n labels of some texts: their losses -log pi (n,), their tokens (n,), and whether each was the likeliest.
 
     L counts the positions where at least one text has a label: logits, the largest tensor, are computed only there.
     """
@@ -328,8 +333,8 @@ def read_labels(policy, texts, args):
     is_label = is_label[:, positions + 1]  # (b, L), like the next one; each logit predicts the next token
     targets = ids[:, positions + 1]
     is_hit = output.logits.argmax(-1) == targets  # (b, L)
-    logprobs, entropy = token_logprobs(output.logits, targets)  # (b, L) each
-    return -logprobs[is_label], entropy[is_label], targets[is_label], is_hit[is_label]
+    logprobs, _ = token_logprobs(output.logits, targets)  # (b, L)
+    return -logprobs[is_label], targets[is_label], is_hit[is_label]
 
 
 # --- 3. Update --------------------------------------------------------------------------------------------------------
@@ -340,20 +345,20 @@ def update(policy, optimizer, batch, args):
     mean of micro-batches' means, labels in a micro-batch with few would weigh more.
     """
     num_labels = int(sum(is_label[1:].sum() for _, is_label in batch))
-    sums = torch.zeros(3, device=args.device)
+    sums = torch.zeros(2, device=args.device)  # of losses, and of likeliest tokens that were right
     policy.train()  # with dropout, if the model's config has any
     optimizer.zero_grad()
     for texts in micro_batches(batch, args):
-        losses, entropy, _, is_hit = read_labels(policy, texts, args)  # (n,) each
+        losses, _, is_hit = read_labels(policy, texts, args)  # (n,) each
         loss = losses.sum() / num_labels
         (WORLD_SIZE * loss).backward()  # gradients are averaged over processes
-        sums += torch.stack([loss.detach(), entropy.sum() / num_labels, is_hit.sum() / num_labels])
+        sums += torch.stack([loss.detach(), is_hit.sum() / num_labels])
     policy.eval()
     grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
     if math.isfinite(grad_norm):  # otherwise the step would turn the weights into NaN
         optimizer.step()
-    loss, entropy, accuracy = all_reduce(sums).tolist()
-    return {"loss": loss, "entropy": entropy, "mean_token_accuracy": accuracy, "grad_norm": grad_norm}, num_labels
+    loss, accuracy = all_reduce(sums).tolist()
+    return {"loss": loss, "mean_token_accuracy": accuracy, "grad_norm": grad_norm}, num_labels
 
 
 def micro_batches(texts, args):
@@ -368,18 +373,17 @@ def micro_batches(texts, args):
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs ==============================
 @torch.no_grad()
 def evaluate(policy, texts, args):
-    """Loss, perplexity, entropy, accuracy, and the loss on EOS, over all labels of the test split."""
+    """Loss, perplexity, accuracy, and the loss on EOS, over all labels of the test split."""
     texts = sorted(texts, key=lambda text: len(text[0]))
     parts = [read_labels(policy, part, args) for part in micro_batches(texts, args)]
-    losses, entropy, tokens, is_hit = (torch.cat(x) for x in zip(*parts))  # (N,) each
+    losses, tokens, is_hit = (torch.cat(x) for x in zip(*parts))  # (N,) each
     is_eos = torch.isin(tokens, tokens.new_tensor(policy.stop_token_ids))
-    columns = torch.ones_like(losses), losses, entropy, is_hit, is_eos, losses * is_eos
+    columns = torch.ones_like(losses), losses, is_hit, is_eos, losses * is_eos
     sums = all_reduce(torch.stack([x.sum() for x in columns]))
-    num_labels, total, entropies, num_hits, num_eos, eos_total = sums.tolist()
+    num_labels, total, num_hits, num_eos, eos_total = sums.tolist()
     return {
         "eval/loss": total / num_labels,
         "eval/perplexity": math.exp(min(total / num_labels, 700.0)),  # exp of more overflows
-        "eval/entropy": entropies / num_labels,
         "eval/mean_token_accuracy": num_hits / num_labels,
         "eval/eos_loss": eos_total / max(1.0, num_eos),
     }

@@ -44,7 +44,7 @@ def test_slices_of_logits_are_the_whole(tokens_of_a_slice, dtype, monkeypatch):
     expected = log_softmax.gather(-1, tokens[..., None])[..., 0]
     (expected * weights).sum().backward()
     monkeypatch.setattr("builtins.max", lambda *_: tokens_of_a_slice)
-    logprobs, entropy = ppo.token_logprobs(sliced * 1, tokens, 0.7)
+    logprobs, entropy = ppo.token_logprobs(sliced * 1, tokens, 0.7, with_entropy=True)
     monkeypatch.undo()
     (logprobs * weights).sum().backward()
     close(logprobs.detach(), expected.detach())
