@@ -306,17 +306,17 @@ def value_loss(
     raise NotImplementedError("value_loss")
 
 
-def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args) -> Tensor:
+def token_weights(mask: Tensor, num_rows: float, num_tokens: float, loss_type: str, max_length: int) -> Tensor:
     """(B, T) weights of the tokens' losses, whose weighted sum is the loss of a mini-batch; 0 on padding.
 
-        args.loss_type  "dapo"      1 / num_tokens: every token has the same weight
-                        "grpo"      1 / (num_rows * tokens of the row): every response has the same weight
-                        "dr_grpo"   1 / (num_rows * args.response_length): like dapo, but with a constant
+        loss_type  "dapo"      1 / num_tokens: every token has the same weight
+                   "grpo"      1 / (num_rows * tokens of the row): every response has the same weight
+                   "dr_grpo"   1 / (num_rows * max_length): like dapo, but with a constant
 
     num_rows is the number of responses in a mini-batch, num_tokens the number of their real tokens, both averaged over
-    the mini-batches of the batch.
+    the mini-batches of the batch. max_length is the maximum number of tokens in a response.
 
-    Example: mask = [[1, 1, 0, 0], [1, 1, 1, 1]], num_rows = 2, num_tokens = 6, response_length = 5
+    Example: mask = [[1, 1, 0, 0], [1, 1, 1, 1]], num_rows = 2, num_tokens = 6, max_length = 5
         dapo     [[1/6,  1/6,  0, 0],  [1/6,  1/6,  1/6,  1/6]]
         grpo     [[1/4,  1/4,  0, 0],  [1/8,  1/8,  1/8,  1/8]]
         dr_grpo  [[1/10, 1/10, 0, 0],  [1/10, 1/10, 1/10, 1/10]]

@@ -429,11 +429,11 @@ def value_loss():
 
 def token_weights():
     def of(**rules):
-        """Wrong weights for some of the types: functions of mask, number of tokens and response length."""
+        """Wrong weights for some of the types: functions of mask, number of tokens and maximum length."""
 
-        def weights(mask, num_rows, num_tokens, args):
-            rule = rules.get(args.loss_type)
-            return rule(mask, num_tokens, args.response_length) if rule else torch.zeros(0)
+        def weights(mask, num_rows, num_tokens, loss_type, max_length):
+            rule = rules.get(loss_type)
+            return rule(mask, num_tokens, max_length) if rule else torch.zeros(0)
 
         return weights
 
@@ -456,6 +456,6 @@ def token_weights():
             grpo=lambda m, n, L: m / m.numel()
         ),
         "dr_grpo is divided by the T of this batch, which depends on the longest response. It should be a constant, "
-        "response_length.": of(dr_grpo=lambda m, n, L: m / m.numel()),
+        "max_length.": of(dr_grpo=lambda m, n, L: m / m.numel()),
         "dr_grpo is not divided by the number of responses.": of(dr_grpo=lambda m, n, L: m / L),
     }

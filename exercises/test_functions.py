@@ -8,7 +8,6 @@ import json
 import math
 from functools import partial
 from math import log
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -273,12 +272,8 @@ def test_token_weights(student):
     larger = {"dapo": mask / 8, "grpo": mask * numbers([[1 / 6], [1 / 12]]), "dr_grpo": mask / 21}
     cases = [case(EXAMPLE, mask, 2, 6, 5, **right), case(where, mask, 3, 8, 7, **larger)]
 
-    def read(function, mask, num_rows, num_tokens, response_length):
+    def read(function, mask, num_rows, num_tokens, max_length):
         """The results of all loss types, by name."""
-
-        def args(name):
-            return SimpleNamespace(loss_type=name, response_length=response_length)
-
-        return {name: function(mask, num_rows, num_tokens, args(name)) for name in types}
+        return {name: function(mask, num_rows, num_tokens, name, max_length) for name in types}
 
     grade(student, "token_weights", ("weights",), cases, read)

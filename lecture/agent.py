@@ -232,7 +232,7 @@ def shuffled(n, seed, number):
     return torch.randperm(n, generator=generator).tolist()
 
 
-def start(drawn):
+def start_games(drawn):
     """Environments for these row numbers of the data, and their prompts (B, P) with a mask."""
     batch = tokenizer.pad({"input_ids": [prompts[i] for i in drawn]}, return_tensors="pt")
     games = [Environment(examples[i]) for i in drawn]
@@ -254,7 +254,7 @@ for update in (bar := trange(1, num_updates + 1)):
 
     # 1. Play
     drawn = [i for i in order[(update - 1) * B // G : update * B // G] for _ in range(G)]  # (B,)
-    games, ids, attention_mask = start(drawn)  # ids and mask (B, P)
+    games, ids, attention_mask = start_games(drawn)  # ids and mask (B, P)
     P = ids.shape[1]
     uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU: alike anywhere
     stream, old_logprobs, mask, written, turn, rewards = play(
@@ -303,7 +303,7 @@ for update in (bar := trange(1, num_updates + 1)):
 # %% The trained policy, and its greedy play
 policy.save_pretrained(args.output_dir)
 tokenizer.save_pretrained(args.output_dir)
-games, ids, attention_mask = start(range(len(prompts))[:B])
+games, ids, attention_mask = start_games(range(len(prompts))[:B])
 uniforms = torch.full((len(games), args.response_length), 0.5).to(device)  # any number
 stream, _, mask, written, turn, rewards = play(
     policy, tokenizer, games, ids, attention_mask, uniforms, 1e-6

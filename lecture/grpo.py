@@ -59,7 +59,6 @@ class Args:
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # weights: see token_weights
     # divide advantages by a deviation, by the group's mean (MaxRL), or by nothing (Dr. GRPO)
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
-    baseline: Literal["mean", "none"] = "mean"  # none: the scores are the advantages (RFT)
     epsilon: float = 0.2  # eps: where a ratio has moved further, its loss is flat
     num_ppo_epochs: int = 1  # passes over each batch
     num_mini_batches: int = 1  # optimiser steps in one pass
@@ -185,7 +184,7 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     return {"k1": k1, "k2": 0.5 * k1**2, "k3": torch.expm1(-k1) + k1}[estimator]
 
 
-def token_weights(mask, num_rows, num_tokens, args):
+def token_weights(mask, num_rows, num_tokens, loss_type, max_length):
     """(b, T) weights of the tokens' losses. The loss of a mini-batch is the weighted sum.
 
     grpo: all responses have the same weight, so a token of a long response has a lower one. In the
@@ -193,10 +192,10 @@ def token_weights(mask, num_rows, num_tokens, args):
     mini-batch (dapo).
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
-    if args.loss_type == "grpo":
+    if loss_type == "grpo":
         return mask / (num_rows * lengths)
-    if args.loss_type == "dr_grpo":
-        return mask / (num_rows * args.response_length)
+    if loss_type == "dr_grpo":
+        return mask / (num_rows * max_length)
     return mask / num_tokens
 
 
@@ -270,8 +269,6 @@ for update in (bar := trange(1, num_updates + 1)):
 
     # 3. Advantage
     advantages = group_advantages(scores, G, args.scale_rewards)[:, None]  # (B, 1)
-    if args.baseline == "none":  # with scores of 0 and 1, only right answers have a gradient
-        advantages = scores[:, None]
 
     # 4. Loss, and 5. update
     num_tokens = mask.sum() / args.num_mini_batches  # in a mini-batch, on average
@@ -286,7 +283,9 @@ for update in (bar := trange(1, num_updates + 1)):
             kl = torch.zeros_like(losses)  # (b, T)
             if args.beta:  # times the ratio, so that its gradient is that of the KL
                 kl = kl_estimate(logprobs, ref_logprobs[rows], "k3") * ratio
-            weights = token_weights(mask[rows], len(rows), num_tokens, args)  # (b, T)
+            weights = token_weights(  # (b, T)
+                mask[rows], len(rows), num_tokens, args.loss_type, args.response_length
+            )
             loss = ((losses + args.beta * kl) * weights).sum()
             optimizer.zero_grad()
             loss.backward()

@@ -1,7 +1,8 @@
-"""exercises/: the scripts solve them, mistakes are named, marks are right, a student's folder holds no solution."""
+"""exercises/: the short files solve them, mistakes are named, marks are right, a student's folder holds no solution."""
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,12 +12,6 @@ import pytest
 import torch
 from sources import ROOT, SCRIPTS, defined_in, source_of, text_of
 
-import dpo
-import grpo
-import ppo
-import reward_model
-import rloo
-
 sys.path[:0] = [str(ROOT / "exercises"), str(ROOT / "exercises/bugs")]
 import checks  # noqa: E402
 import mark  # noqa: E402
@@ -24,18 +19,20 @@ import play  # noqa: E402
 import release  # noqa: E402
 import test_functions as graders  # noqa: E402
 
-SOLVED_IN = {"leave_one_out": rloo, "group_advantages": grpo, "preference_loss": reward_model, "dpo_loss": dpo}
-SOLVED_IN |= {"token_weights": grpo}
 NAMES = [name.removeprefix("test_") for name in vars(graders) if name.startswith("test_")]
 
 
 def solution(name):
-    script = SOLVED_IN.get(name, ppo)
-    if name == "masked_mean":
-        return lambda x, mask: x[mask].mean()
-    if name == "response_logprobs":
-        return lambda logits, tokens, P, T: ppo.token_logprobs(logits[:, P - 1 : -1] / T, tokens[:, P:])
-    return getattr(script, name)
+    """The function of the short file that the exercise names."""
+    file = re.search(r"Solution: (\S+)", ast.get_docstring(defined_in("exercises/functions.py")[name]))[1]
+    functions = {"torch": torch, "F": torch.nn.functional}
+    for node in defined_in(file).values():
+        if isinstance(node, ast.FunctionDef):
+            exec(source_of(file, node), functions)
+    return functions[name]
+
+
+RIGHT = SimpleNamespace(**{name: solution(name) for name in NAMES})
 
 
 def grade(name, function):
@@ -43,32 +40,32 @@ def grade(name, function):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_scripts_solve_the_exercises(name):
-    grade(name, solution(name))
+def test_the_short_files_solve_the_exercises(name):
+    grade(name, getattr(RIGHT, name))
 
 
 def mask_without_the_stop_token(tokens, stop_token_ids):
-    mask, ended = ppo.response_mask(tokens, stop_token_ids)
+    mask, ended = RIGHT.response_mask(tokens, stop_token_ids)
     return mask & ~torch.isin(tokens, torch.tensor(stop_token_ids)), ended
 
 
 def loss_without_a_gradient(*args):
-    losses, ratio, clipped = ppo.policy_loss(*args)
+    losses, ratio, clipped = RIGHT.policy_loss(*args)
     return losses.detach(), ratio, clipped
 
 
 WRONG = [  # exercise, what a student writes instead, what the grader says
     ("masked_mean", lambda x, mask: x[mask].sum() / mask.numel(), "Padding is counted"),
     ("response_mask", mask_without_the_stop_token, "The stop token is not in the mask"),
-    ("preference_loss", lambda a, b, *rest: reward_model.preference_loss(b, a, *rest), "exchanged"),
-    ("dpo_loss", lambda a, b, c, d, beta: dpo.dpo_loss(b, a, d, c, beta), "exchanged"),
-    ("kl_estimate", lambda p, q, kind: ppo.kl_estimate(q, p, kind), "k1 has the wrong sign"),
+    ("preference_loss", lambda a, b, *rest: RIGHT.preference_loss(b, a, *rest), "exchanged"),
+    ("dpo_loss", lambda a, b, c, d, beta: RIGHT.dpo_loss(b, a, d, c, beta), "exchanged"),
+    ("kl_estimate", lambda p, q, kind: RIGHT.kl_estimate(q, p, kind), "k1 has the wrong sign"),
     ("leave_one_out", lambda x, k: (x.view(-1, k) - x.view(-1, k).mean(1, True)).flatten(), "includes the reward"),
     ("group_advantages", lambda x, G, scale: x - x.mean(), "The mean is that of the batch"),
-    ("token_weights", lambda mask, num_rows, *args: grpo.token_weights(mask, len(mask), *args), "of 3 rows"),
-    ("masked_whiten", lambda x, mask, *rest: ppo.masked_whiten(x, mask, *rest) + 0 * x, "NaN * 0 is NaN"),
+    ("token_weights", lambda mask, num_rows, *args: RIGHT.token_weights(mask, len(mask), *args), "of 3 rows"),
+    ("masked_whiten", lambda x, mask, *rest: RIGHT.masked_whiten(x, mask, *rest) + 0 * x, "NaN * 0 is NaN"),
     ("policy_loss", loss_without_a_gradient, "No gradient flows"),
-    ("value_loss", lambda v, old, *rest: ppo.value_loss(v, v, *rest[:2], 1.0), "The clip is missing"),
+    ("value_loss", lambda v, old, *rest: RIGHT.value_loss(v, v, *rest[:2], 1.0), "The clip is missing"),
 ]
 
 
