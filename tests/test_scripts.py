@@ -13,17 +13,24 @@ from collections import defaultdict
 
 import pytest
 import torch
-from runs import GOLD, NAMES, run, script, slow_but
+from runs import GOLD, NAMES, ON_PROMPTS, run, script, slow_but
 from sources import ROOT, SCRIPTS, defined_in, lines_of, load, nodes_of, source_of, text_of
 
 MARK = "the same text in all scripts"  # in the line after which functions are shared
 SHORT = [name for name in NAMES if (ROOT / f"lecture/{name}.py").exists()]
-OWN_BODY = dict.fromkeys(("rloo", "grpo"), {"sample"}) | {  # functions that are others in lecture/
-    "ppo": {"sample", "read_head"},
-    "sft": {"encode"},
-    "dpo": {"encode", "completion_logps"},
+OWN_BODY = {  # functions that are others in lecture/, which has no micro-batches, bfloat16 and large vocabularies
+    "ppo": {"sample", "token_logprobs", "read_head"},
+    "rloo": {"sample", "token_logprobs"},
+    "grpo": {"sample", "token_logprobs"},
+    "sft": {"encode", "token_logprobs"},
+    "dpo": {"encode", "token_logprobs", "completion_logps", "dpo_loss"},
     "reward_model": {"encode", "pair_rewards", "read_reward"},
-    "agent": {"play", "policy_loss", "group_advantages", "start"},
+    "agent": {"play", "token_logprobs", "policy_loss", "group_advantages"},
+}
+OWN_ARGUMENTS = {  # of functions that the other scripts on prompts have, too
+    ("ppo.py", "update"),  # takes the critic
+    ("agent.py", "evaluate"),  # the environment gives the rewards
+    ("agent.py", "policy_loss"),  # has two bounds, as grpo.py's surrogate_loss
 }
 
 
@@ -40,6 +47,27 @@ def test_functions_behind_the_mark_have_the_same_text_in_all_scripts():
     assert {name for name in texts if len(texts[name]) > 1} == set()
 
 
+def arguments(file):
+    """The arguments of each function and method of a file, with their types and defaults."""
+    found = {}
+    for owner, node in defined_in(file).items():
+        for part in (node, *node.body):
+            if isinstance(part, ast.FunctionDef):
+                name = owner if part is node else f"{owner}.{part.name}"
+                found[name] = ast.unparse(part.args), part.returns and ast.unparse(part.returns)
+    return found
+
+
+def test_functions_of_one_name_take_the_same_arguments():
+    """A loop that is copied from one script on prompts to another means the same there."""
+    kinds = defaultdict(set)
+    for file in SCRIPTS:
+        if file[:-3] in ON_PROMPTS:
+            for name, found in arguments(file).items():
+                kinds[name] |= {found} if (file, name) not in OWN_ARGUMENTS else set()
+    assert {name for name in kinds if len(kinds[name]) > 1} == set()
+
+
 def bodies(file):
     """The body of each function at the top of a file, without docstrings."""
     functions = [node for node in ast.parse(text_of(file)).body if isinstance(node, ast.FunctionDef)]
@@ -53,7 +81,7 @@ def bodies(file):
 @pytest.mark.parametrize("name", SHORT)
 def test_the_short_file_has_the_bodies_of_the_script(name):
     short, long = bodies(f"lecture/{name}.py"), bodies(f"{name}.py")
-    assert {x for x in short.keys() & long.keys() if short[x] != long[x]} <= OWN_BODY.get(name, set())
+    assert {x for x in short.keys() & long.keys() if short[x] != long[x]} == OWN_BODY.get(name, set())
 
 
 @pytest.mark.parametrize("file", SCRIPTS)
