@@ -165,7 +165,7 @@ def test_all_diffs_train_together(name, tmp_path, tiny, experts, part_of, monkey
     is resumed comes to the same numbers, too."""
     module = load_fork(tmp_path, name, *ALL[f"{name}.py"])
     monkeypatch.syspath_prepend(tmp_path)
-    settings = dict(micro_batch_size=4, save_steps=1, save_total_limit=2, num_sample_generations=0)
+    settings = dict(micro_batch_size=4, save_steps=1, save_total_limit=9, num_sample_generations=0)
     if name == "dpo":
         settings |= tiny[name] | dict(num_train_epochs=0.7, learning_rate=1e-4)
     else:
@@ -270,7 +270,7 @@ def test_entropy_has_the_gradient_of_autograd(everything):
     logits, weights = torch.randn(2, 3, 5), torch.randn(2, 2, 3)
     tokens = torch.randint(5, (2, 3))
     ours, theirs = leaf(logits), leaf(logits)
-    logprobs, entropy = everything("ppo").token_logprobs(ours * 1, tokens, 0.7)
+    logprobs, entropy = everything("ppo").token_logprobs(ours * 1, tokens, 0.7, True)
     (logprobs * weights[0] + entropy * weights[1]).sum().backward()
     log_softmax = (theirs / 0.7).log_softmax(-1)
     by_hand = log_softmax.gather(-1, tokens[..., None]).squeeze(-1), -(log_softmax.exp() * log_softmax).sum(-1)
