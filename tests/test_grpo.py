@@ -43,6 +43,7 @@ def golden_model(name):
 def golden_args(settings, **more):
     names = {field.name for field in fields(grpo.Args)}
     given = {name: x for name, x in settings.items() if name in names}
+    weights = settings.get("reward_weights", (1.0,))
     parts = settings.get("steps_per_generation", 1) // settings["gradient_accumulation_steps"] or 1
     given |= dict(
         micro_batch_size=settings["per_device_train_batch_size"],
@@ -51,7 +52,8 @@ def golden_args(settings, **more):
         max_grad_norm=1e9,
         batch_size=len(TRL["completions"]),
         response_length=settings["max_completion_length"],
-        reward_weights=tuple(settings.get("reward_weights", ())),
+        reward_fn=("file:first", "file:second")[: len(weights)],
+        reward_weights=tuple(weights),
         device="cpu",
     )
     return grpo.Args(**given | more)
@@ -63,14 +65,22 @@ def golden_rollout(args):
     prompts, prompt_mask = grpo.pad(prompts, TOKENIZER, args, "left")
     responses, mask = grpo.pad(TRL["completions"], TOKENIZER, args)
     ended = torch.tensor([row[-1] == 0 for row in TRL["completions"]])
-    rows = [{"prompt": "", "input_ids": ids} for ids in prompts.tolist()]
+    examples = [{"prompt": "", "input_ids": ids} for ids in prompts.tolist()]
     drawn = responses, mask, ended, ARRAYS["old_logprobs"]
-    rollout = grpo.Rollout(prompts, prompt_mask, *drawn, rows, args.num_generations)
+    rollout = grpo.Rollout(prompts, prompt_mask, *drawn, examples, args.num_generations)
     table = torch.tensor(np.array(TRL["rewards"], np.float32))  # NaN for None
-    functions = {"first": lambda *_: table[0], "second": lambda *_: table[1]}
-    used = dict(list(functions.items())[: len(args.reward_weights) or 1])
-    grpo.score_groups(rollout, used, TOKENIZER, args)
+    functions = [lambda *_: table[0], lambda *_: table[1]]
+    grpo.score_batch(rollout, dict(zip(args.reward_fn, functions)), TOKENIZER, args)
     return rollout
+
+
+def advantage(rollout, scores, args):
+    """Step 3, as in train."""
+    rollout.advantages = grpo.group_advantages(scores, args.num_generations, args.scale_rewards)[:, None]
+    rollout.has_gradient = (rollout.advantages[:, 0] != 0) | (args.beta > 0)
+    rollout.loss_mask = rollout.mask
+    if args.mask_truncated_completions:
+        rollout.loss_mask = rollout.mask & rollout.ended[:, None]
 
 
 def gradient_of(policy):
@@ -86,11 +96,8 @@ def test_a_whole_update_is_trls(case, monkeypatch):
     rollout = golden_rollout(args)
     old = grpo.read_logprobs(policy, rollout, args)
     torch.testing.assert_close(old.masked_fill(~rollout.mask, 0.0), ARRAYS["old_logprobs"] * rollout.mask)
-    rollout.advantages = grpo.group_advantages(rollout.scores, args.num_generations, args.scale_rewards)[:, None]
+    advantage(rollout, rollout.scores, args)
     close(rollout.advantages.squeeze(1), ARRAYS[f"{case}/advantages"])
-    rollout.loss_mask = rollout.mask
-    if args.mask_truncated_completions:
-        rollout.loss_mask = rollout.mask & rollout.ended[:, None]
     if args.beta:
         rollout.ref_logprobs = grpo.read_logprobs(golden_model("reference"), rollout, args)
 
@@ -122,7 +129,7 @@ def test_a_whole_update_is_trls(case, monkeypatch):
 def test_pass_at_k_is_by_the_first_function():
     args = golden_args(TRL["cases"]["weights"]["settings"])
     rollout = golden_rollout(args)
-    rollout.reward_table["first"] = torch.tensor([0, 1, 0, 0, 0.9, math.nan, 0, 0, 0, 0, 0, 3])
+    rollout.reward_table[:, 0] = torch.tensor([0, 1, 0, 0, 0.9, math.nan, 0, 0, 0, 0, 0, 3])
     assert grpo.rollout_stats(rollout, args)["pass@4"] == pytest.approx(2 / 3)
 
 
@@ -138,7 +145,7 @@ def an_update(scores, rows=None, in_loss=True, ref_padding=0.0, old=0.0, **setti
     args = golden_args(TRL["cases"]["dapo"]["settings"], **given)
     rollout = golden_rollout(args)
     rollout.old_logprobs = rollout.old_logprobs + torch.linspace(-0.2, 0.2, 72).view(12, 6).sin() + old
-    rollout.advantages = grpo.group_advantages(scores, args.num_generations, args.scale_rewards)[:, None]
+    advantage(rollout, scores, args)
     rollout.loss_mask = rollout.mask & in_loss
     rollout.ref_logprobs = (rollout.old_logprobs - 0.3).masked_fill(~rollout.mask, ref_padding)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
@@ -188,7 +195,7 @@ def test_equal_scores_need_no_backward_pass(num_unequal, beta, monkeypatch):
 
 
 def test_cispo_has_an_upper_bound_alone():
-    bounds = [grpo.clip_bounds(grpo.Args(loss_type="cispo", epsilon_high=high)) for high in (None, 2.0)]
+    bounds = [grpo.clip_bounds("cispo", 0.2, high) for high in (None, 2.0)]
     assert bounds == [(0, 5), (0, 2)]  # TRL advises 5
 
 
@@ -212,30 +219,30 @@ def draws(monkeypatch):
     groups of two. Of the answers "0012" those of the third group differ, of the fourth the scores differ, but none
     ends."""
 
-    def sample_batch(policy, rows, k, args):
-        ids = torch.tensor([row["n"] for row in rows for _ in range(k)])[:, None]
+    def sample_batch(policy, examples, args):
+        examples = [example for example in examples for _ in range(2)]
+        ids = torch.tensor([example["n"] for example in examples])[:, None]
         prompts = F.pad(ids, (1, 0), value=-1)
         responses = ids.expand(-1, 3)
         real = torch.arange(3).expand(len(ids), -1) <= int(ids[0]) % 3  # each draw has other lengths
-        rows = [row for row in rows for _ in range(k)]
-        return grpo.Rollout(prompts, prompts > -1, responses, real, real[:, 0], responses / 8, rows, k)
+        return grpo.Rollout(prompts, prompts > -1, responses, real, real[:, 0], responses / 8, examples, 2)
 
     def draw(answers, first_draw=0, **settings):
         coming = iter(answers)
 
-        def score_groups(rollout, *_):
+        def score_batch(rollout, *_):
             kinds = torch.tensor([int(digit) for digit in next(coming)]).repeat_interleave(2)
             rollout.scores = (kinds > 0) * torch.tensor([0.0, 1.0] * 4)
             rollout.ended = kinds < 2
-            rollout.reward_table = {"f": rollout.scores}
+            rollout.reward_table = rollout.scores[:, None]
 
         monkeypatch.setattr(grpo, "sample_batch", sample_batch)
-        monkeypatch.setattr(grpo, "score_groups", score_groups)
-        carry = {"num_draws": first_draw}
+        monkeypatch.setattr(grpo, "score_batch", score_batch)
+        state = {"num_draws": first_draw}
         args = grpo.Args(batch_size=8, num_generations=2, **settings)
         prompts = [{"n": n} for n in range(64)]
-        rollout = grpo.sample_groups(mock.Mock(), {"f": None}, prompts, range(64), carry, args)
-        assert carry["num_draws"] - first_draw == len(answers) and not list(coming)
+        rollout = grpo.sample_groups(mock.Mock(), {"f": None}, prompts, range(64), state, args)
+        assert state["num_draws"] - first_draw == len(answers) and not list(coming)
         return rollout
 
     return draw
@@ -254,9 +261,9 @@ def test_dynamic_sampling(draws, answers, most, first_draw, kept):
     """Groups whose scores differ are kept, in whole; equal ones fill up; draws are counted; prompts
     end, and responses begin, at one border."""
     rollout = draws(answers, first_draw, dynamic_sampling=most, mask_truncated_completions=True)
-    assert rollout.scores.tolist() == rollout.reward_table["f"].tolist()
+    assert rollout.scores.tolist() == rollout.reward_table[:, 0].tolist()
     prompts = rollout.prompts[rollout.prompt_mask].tolist()
-    assert [row["n"] for row in rollout.rows] == prompts == [n for n in kept for _ in range(2)]
+    assert [example["n"] for example in rollout.examples] == prompts == [n for n in kept for _ in range(2)]
     assert rollout.prompt_mask[:, -1].all() and rollout.mask[:, 0].all()
     for x, scale in ((rollout.responses, 1), (rollout.old_logprobs, 8)):
         rows = [(scale * row[real]).tolist() for row, real in zip(x, rollout.mask)]
@@ -272,7 +279,7 @@ def test_tokens_and_draws_are_counted(tmp_path, tiny, monkeypatch):
     (tmp_path / "r.py").write_text("def same(prompts, **_):\n    return [1.0] * len(prompts)\n")
     settings = tiny["grpo"] | dict(dynamic_sampling=2, reward_fn=(f"{tmp_path}/r.py:same",))
     drawn, read = [], []
-    watch(monkeypatch, grpo, "sample_batch", lambda r, *_: drawn.append([row["prompt"] for row in r.rows[::4]]))
+    watch(monkeypatch, grpo, "sample_batch", lambda r, *_: drawn.append([row["prompt"] for row in r.examples[::4]]))
     watch(monkeypatch, grpo, "update", lambda _, policy, optimizer, r, args: read.append(r.joined()[1].sum()))
     *_, last = run(grpo, tmp_path / "out", **settings, save_steps=3, save_total_limit=1)
     assert len(drawn) == 9 and last["sampled_batches"] == 3
