@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from dataclasses import fields
+from functools import cache
 from unittest import mock
 
 import on_many_processes
@@ -88,7 +89,7 @@ def load_fork(folder, name, *diffs):
 @pytest.fixture(scope="session")
 def everything(tmp_path_factory):
     """everything(name) -> a script with all diffs."""
-    return lambda name: load_fork(tmp_path_factory.mktemp(name), name, *ALL[f"{name}.py"])
+    return cache(lambda name: load_fork(tmp_path_factory.mktemp(name), name, *ALL[f"{name}.py"]))
 
 
 @pytest.fixture(scope="session")
@@ -105,8 +106,8 @@ def experts(tmp_path_factory):
 
 @pytest.fixture
 def train(tmp_path, tiny, monkeypatch):
-    """train(diff, function, **settings) -> the metrics of two updates of a fork of ppo.py, and what each call of this
-    function of it returned and was given."""
+    """train(diff, function, name, **settings) -> the metrics of two updates of a fork, by default of ppo.py, and what
+    each call of this function of it returned and was given."""
     forks = {}
 
     def train_fork(diff, function, name="ppo", **settings):
