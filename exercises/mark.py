@@ -113,10 +113,10 @@ def right_answers(numbers: dict[str, float]) -> dict[str, tuple[float, dict[floa
 ANSWER = 2  # points for each
 LONG, SHORT = {"total_episodes": 6400}, {"total_episodes": 3200, "num_ppo_epochs": 4}
 RUNS = {  # run -> settings that it must have
-    "group": LONG | {"scale_rewards": "group", "baseline": "mean", "num_ppo_epochs": 1, "loss_type": "dapo"},
+    "group": LONG | {"scale_rewards": "group", "num_ppo_epochs": 1, "loss_type": "dapo"},
     "constant": LONG | {"scale_rewards": "none", "loss_type": "dr_grpo"},
     "mean": LONG | {"scale_rewards": "mean"},
-    "rft": LONG | {"baseline": "none"},
+    "batch": LONG | {"scale_rewards": "batch"},
     "response": LONG | {"loss_type": "grpo"},
     "clipped": SHORT | {"epsilon": 0.2},
     "unclipped": SHORT | {"epsilon": 1000.0},
