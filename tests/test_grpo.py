@@ -294,15 +294,14 @@ def test_tokens_and_draws_are_counted(tmp_path, tiny, monkeypatch):
 
 SHORT = dict(total_episodes=16 * 64, learning_rate=2e-3)
 GSPO = dict(importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-3, total_episodes=40 * 64)
-CASES = [(1, SHORT), (1, GSPO), (1, SHORT | dict(beta=0.01, dynamic_sampling=2))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed, settings", CASES)
-def test_grpo_learns(tmp_path, seed, settings):
+@pytest.mark.parametrize("settings", [SHORT, GSPO, SHORT | dict(beta=0.01, dynamic_sampling=2)])
+def test_grpo_learns(tmp_path, settings):
     """The share of right answers in the last 4 of 16 updates or more; in the first it is 0.4.
 
     Over three seeds and all kinds it was 0.73 to 0.96; with the advantages' sign turned, 0.25 to 0.28.
     """
-    lines = run(grpo, tmp_path, seed=seed, **settings)
+    lines = run(grpo, tmp_path, **settings)
     assert sum(line["reward"] for line in lines[-4:]) / 4 > 0.6
