@@ -129,7 +129,8 @@ def test_a_whole_update_is_trls(case, monkeypatch):
 def test_pass_at_k_is_by_the_first_function():
     args = golden_args(TRL["cases"]["weights"]["settings"])
     rollout = golden_rollout(args)
-    rollout.reward_table[:, 0] = torch.tensor([0, 1, 0, 0, 0.9, math.nan, 0, 0, 0, 0, 0, 3])
+    first = torch.tensor([0, 1, 0, 0, 0.9, math.nan, 0, 0, 0, 0, 0, 3])
+    rollout.reward_table = torch.stack([first, torch.ones(12)], 1)
     assert grpo.rollout_stats(rollout, args)["pass@4"] == pytest.approx(2 / 3)
 
 
