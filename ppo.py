@@ -782,8 +782,9 @@ def load_reward_fns(args, prompts):
             inspect.signature(function).bind(**dict.fromkeys(columns))
         except TypeError as error:
             sys.exit(f"error: --reward-fn {spec}: {error}; its arguments are {', '.join(sorted(columns))}")
-        reward_fns[spec.rpartition(":")[2]] = partial(function_reward, function)
-    require(len(reward_fns) == len(args.reward_fn), "--reward-fn: two functions have the same name")
+        name = spec.rpartition(":")[2]
+        require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
+        reward_fns[name] = partial(function_reward, function)
     has_weights = len(args.reward_weights) in (0, len(reward_fns))
     require(has_weights, "--reward-weights needs one number for each function of --reward-fn")
     return reward_fns
@@ -1321,6 +1322,7 @@ class Run:
             print(f"to continue from step {self.step}: --resume {self.output}")
         elif not self.args.save_total_limit:
             shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
+        self.lock.release()
 
 
 def save_model(model, folder):
@@ -1347,10 +1349,11 @@ def describe(folder, args, step):
     styles = ["-" if name.startswith("eval/") else "." for name in curves]
     axes = curves.plot(subplots=pairs or True, layout=(-1, 3), figsize=(15, 8), style=styles, xlabel="step")
     axes.flat[0].figure.savefig(folder / "curves.png", bbox_inches="tight")
-    base = "" if Path(args.model or "").exists() else f"base_model: {args.model}\n"
-    card = f"---\n{base}library_name: transformers\ntags: [{Path(__file__).stem}]\n---\n"
-    card += f"Trained from {args.model or 'scratch'} on {', '.join(SOURCES.values())}.\n"
-    card += f"\n![curves](curves.png)\n\n```\n{(folder / 'args.json').read_text()}\n```\n"
+    card = f"---\nlibrary_name: transformers\ntags: [{Path(__file__).stem}]\n"
+    for key, name in {"base_model": args.model, "datasets": args.dataset}.items():
+        card += "" if Path(name or "").exists() else f"{key}: [{name}]\n"  # of the hub
+    card += f"---\nTrained from {args.model or 'scratch'} on {', '.join(SOURCES.values())}.\n"
+    card += "\nSettings: args.json. Metrics: metrics.jsonl.\n\n![curves](curves.png)\n"
     (folder / "README.md").write_text(card.replace(f"{TOY.parent}/", ""))
 
 
@@ -1374,6 +1377,11 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks ends no run
     if RANK:
         sys.stdout = open(os.devnull, "w")  # only process 0 prints
-    train(read_command_line())
+    args = read_command_line()
+    try:
+        train(args)
+    except BaseException:
+        print(file=sys.stderr)  # ends the line of the progress bar
+        raise
     if dist.is_initialized():
         dist.destroy_process_group()

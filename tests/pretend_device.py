@@ -189,7 +189,8 @@ def set_up():
     _fsdp_init._move_states_to_device = move
     # DTensor's collectives: to wait for a result later would need one more class of tensors around it
     _functional_collectives._maybe_wrap_tensor = _functional_collectives.wait_tensor
-    for factory in (aten.empty.memory_format, aten.empty_strided.default):
+    ranges = aten.arange.default, aten.arange.start, aten.arange.start_step
+    for factory in (aten.empty.memory_format, aten.empty_strided.default, *ranges):
         library.impl(factory.name().removeprefix("aten::"), partial(make, factory), "PrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     library.impl("_copy_from", copy_from, "PrivateUse1")

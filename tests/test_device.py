@@ -19,7 +19,7 @@ HALF_THE_IMAGES = dict(sample_batch_size=4, train_batch_size=4)  # of each proce
 COMMON = {"ppo": ROLLOUTS, "rloo": ROLLOUTS, "grpo": GROUPS, "agent": GROUPS | dict(response_length=24)}
 COMMON |= {"ddpo": IMAGES}
 OTHERS = {  # name: what is not in a default run
-    "ppo": dict(kl_estimator="k3", kl_target=6.0, whiten_rewards=True, reward_fn=(GOLD, "reward_model")),
+    "ppo": dict(reward_fn=(GOLD, "reward_model"), num_eval_prompts=4),
     "ppo adapter": dict(lora_r=2, num_mini_batches=2, gradient_checkpointing=True),
     "grpo draws": dict(dynamic_sampling=2, num_ppo_epochs=2, mask_truncated_completions=True, beta=0.0),
     "dpo adapter": dict(lora_r=2, gradient_checkpointing=True),

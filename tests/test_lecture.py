@@ -181,7 +181,7 @@ def run_full(script: str, settings: dict, folder, monkeypatch) -> tuple[list, li
 
     def finish(run):
         if script == "reward_model":
-            weights.append(torch.tensor(run.carry["reward_bias"]))
+            weights.append(torch.tensor(run.models["model"].config.reward_bias))
         weights.extend(p for group in run.optimizer.param_groups for p in group["params"])
 
     module.Run.finish = finish

@@ -1,7 +1,6 @@
 """Step 5: the losses of ppo.py and dpo.py, token by token or pair by pair, and their gradients."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch

@@ -15,10 +15,11 @@ import torch
 import yaml
 from runs import GOLD, NAMES, ON_PROMPTS, assert_same_run, checkpoints, cut, execute, fork, lines_of, main, run
 from runs import script, slow_but, untimed, watch, weights_of, words_of, write_rows
+from sources import ROOT
 from transformers import GenerationConfig
 
 EVERYTHING = {  # what fills a checkpoint
-    "ppo": dict(kl_target=6.0, num_mini_batches=2),
+    "ppo": dict(num_mini_batches=2),
     "rloo": dict(num_mini_batches=2),
     "grpo": dict(dynamic_sampling=2, beta=0.1),
     "agent": dict(eval_steps=2),
@@ -120,6 +121,7 @@ def test_a_full_disk_loses_nothing(name, whole, settings_of, tmp_path, monkeypat
             run(name, folder, **settings_of(name))
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(caught.value).startswith("error: ")
+    signal.getsignal(signal.SIGINT).__self__.lock.release()  # as the end of the process would
     assert [file.name for file in folder.glob("checkpoints/*")] == ["step-00000001.pt"]
     main(name, "--resume", folder)
     assert_same_run(folder, whole(name))
@@ -133,20 +135,22 @@ OF_ADAM = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_finished_run_becomes_a_longer_one(name, whole, tmp_path):
+def test_a_finished_run_becomes_a_longer_one(name, whole, tmp_path, monkeypatch):
     """Flags win over the settings of the run, also over those of its optimizer; what is not said stays as it was."""
     copy = tmp_path / "more"
     shutil.copytree(whole(name), copy)
     before = untimed(lines_of(copy))
     counts = {"ddpo": ("--num-epochs", 4)} | dict.fromkeys(("sft", "dpo", "reward_model"), ("--num-train-epochs", 2))
     words = [*counts.get(name, ("--total-episodes", 8 * (len(before) + 1))), *OF_ADAM[name].split()]
+    groups = []
+    watch(monkeypatch, script(name).Run, "finish", lambda _, run: groups.extend(run.optimizer.param_groups))
     main(name, "--resume", copy, *words)
-    state = torch.load(sorted(copy.glob("checkpoints/*"))[-1])["optimizer"]["param_groups"][0]
+    state = groups[0]
     assert state["weight_decay"] == 0.5 and (name == "sft" or (*state["betas"], state["eps"]) == (0.8, 0.9, 1e-6))
     assert untimed(lines_of(copy))[: len(before)] == before and len(lines_of(copy)) > len(before)
     old, new = (json.loads((folder / "args.json").read_text()) for folder in (whole(name), copy))
     flags = {word[2:].replace("-", "_") for word in words if str(word).startswith("--")}
-    assert {key for key in old if old[key] != new[key]} <= {"resume", *flags}
+    assert {key for key in old if old[key] != new[key]} <= {"resume", "output_dir", *flags}
 
 
 def test_a_checkpoint_with_other_weights_is_refused(whole, tmp_path):
@@ -255,14 +259,6 @@ def test_a_folder_is_used_again_until_there_is_a_step(tiny, tmp_path, monkeypatc
         main("sft", *words)
 
 
-def test_two_runs_may_begin_in_one_second(tiny, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(time, "strftime", lambda *_: "20260101-000000")
-    for _ in range(2):
-        main("sft", *words_of(**tiny["sft"], device="cpu"))
-    assert len(list(tmp_path.glob("runs/*/metrics.jsonl"))) == 2
-
-
 # --- What it prints
 
 
@@ -337,18 +333,17 @@ def test_programs_sample_from_a_model_as_the_run_did(name, change, tiny, tmp_pat
 
 def test_tables_and_a_card(tmp_path, tiny):
     """As many tables as asked for, the last at the end, and one of the first batch; a card says what made the model."""
-    settings = tiny["ppo"] | dict(kl_coef=0.125, reward_fn=(GOLD,))
+    settings = tiny["ppo"] | dict(reward_fn=(GOLD,))
     for number, steps in {0: [], 1: [1, 3]}.items():
         folder = tmp_path / str(number)
-        *_, last = run("ppo", folder, **settings | dict(num_sample_generations=number))
+        run("ppo", folder, **settings | dict(num_sample_generations=number))
         assert_same_run(tmp_path / "0", folder)
         files = folder.glob("samples/step-*.safetensors")
         assert sorted(int(file.stem.removeprefix("step-")) for file in files) == steps
     card = (folder / "README.md").read_text()
     assert yaml.safe_load(card.split("---")[1])["tags"] == ["ppo"]
-    assert "toy/sft" in card and tiny["ppo"]["dataset"] in card
-    assert "kl_coef" in card and "0.125" in card and all(name in card for name in last)
+    assert "toy/sft" in card and tiny["ppo"]["dataset"] in card and str(ROOT) not in card
     assert "toy/reward_model" not in card
-    script("ppo").describe(folder, script("ppo").Args(model="owner/model", dataset="owner/data"))
+    script("ppo").describe(folder, script("ppo").Args(model="owner/model", dataset="owner/data"), 3)
     head = yaml.safe_load((folder / "README.md").read_text().split("---")[1])
-    assert (head["base_model"], head["datasets"]) == ("owner/model", ["owner/data"])
+    assert (head["base_model"], head["datasets"]) == (["owner/model"], ["owner/data"])

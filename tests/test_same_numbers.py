@@ -13,7 +13,7 @@ ON_TOKENS = [name for name in NAMES if name != "ddpo"]
 # Adam divides by the root of a squared gradient: with a small epsilon, the sign of rounding would decide over a step
 STEADY = dict(num_sample_generations=0, adam_epsilon=1e-3)
 OTHERS = {  # beside those of conftest.py
-    "ppo": dict(num_mini_batches=2, reward_fn=("reward_model", "toy/gold_score.py:gold_score"), whiten_rewards=True),
+    "ppo": dict(num_mini_batches=2, reward_fn=("reward_model", "toy/gold_score.py:gold_score")),
     "rloo": dict(num_mini_batches=2, reward_fn=("rewards/model.py:score", "toy/gold_score.py:gold_score")),
     "grpo": dict(beta=0.1),
     "agent": dict(beta=0.1),

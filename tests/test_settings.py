@@ -31,23 +31,22 @@ OF_THREE = [  # settings of ppo.py, rloo.py and grpo.py, and what the message sa
     (dict(batch_size=50, num_mini_batches=4), "50"),
     (dict(batch_size=64, total_episodes=10), "64"),
     (dict(response_length=159), "tokens"),
-    (dict(model="toy/sft", dataset="FOLDER/prompts.jsonl", max_prompt_length=2), " 11 "),
+    (dict(model="toy/sft", dataset="FOLDER/prompts.jsonl", max_prompt_length=2), "max-prompt-length"),
     (dict(reward_weights=(1.0, 2.0)), "reward-weights"),
     (dict(reward_fn=(GOLD, GOLD)), "gold_score"),
     (dict(reward_fn=("nowhere.py:f",)), "nowhere"),
     (dict(reward_fn=("FOLDER/r.py:endles",)), "endless"),
     (dict(reward_fn=("FOLDER/r.py:endless",)), "endless"),
-    (dict(stop_token=("eos", "the end of it all")), "the end of it all"),
 ]
 WRONG = [(name, *case) for name in ("ppo", "rloo", "grpo") for case in OF_THREE]
 WRONG += [("rloo", dict(rloo_k=5), "5"), ("grpo", dict(num_generations=3), "3")]
 WRONG += [("sft", dict(model=None, lora_r=1), "lora"), ("dpo", dict(loss_type="ipo", label_smoothing=0.1), "label")]
 WRONG += [("grpo", dict(scale_rewards="mean", reward_fn=("FOLDER/r.py:negative",)), "scale-rewards")]
 WRONG += [(name, dict(dataset_train_split="nosuch"), "validation") for name in ("ppo", "sft", "dpo")]
-WRONG += [(name, dict(dataset="data/typo"), "data/typo") for name in NAMES]
+WRONG += [(name, dict(dataset="toy/typo"), "toy/typo") for name in NAMES]
 WRONG += [(name, dict(model="./typo"), "typo") for name in NAMES]
 WRONG += [(name, dict(model="FOLDER/fp8"), "fp8") for name in NAMES if name != "ddpo"]
-WRONG += [("ppo", dict(kl_horizon=5), "kl-horizon"), ("agent", dict(credit="turn", scale_rewards="none"), "credit")]
+WRONG += [("agent", dict(credit="turn", scale_rewards="none"), "credit")]
 WRONG += [("dpo", dict(reference_free=True, precompute_ref=True), "precompute-ref")]
 WRONG += [("ddpo", dict(dataset="FOLDER/talk.jsonl"), "not a text"), ("ddpo", dict(dataset="FOLDER"), "no prompts")]
 WRONG += [("agent", dict(env="nowhere.py:f"), "nowhere")]
@@ -94,7 +93,7 @@ def test_default_learning_rates_and_sizes(monkeypatch):
     module = script("ppo")
     policy = module.load_models(module.Args(device="cpu"))[0]
     prompts = [{"input_ids": [5] * 11}]
-    choose = lambda **settings: module.choose_sizes(module.Args(**settings), policy, prompts)  # noqa: E731
+    choose = lambda **settings: module.choose_sizes(module.Args(**settings), policy, prompts, [])  # noqa: E731
     for size, rate in ((124e6, 1e-5), (12.4e6, 4e-5), (7e9, 3e-6)):
         monkeypatch.setattr(policy, "num_parameters", lambda size=int(size): size)
         found = [choose(lora_r=r, device="cpu").learning_rate for r in (0, 4)]
@@ -115,7 +114,7 @@ TRL_COMMAND = (
     "--dataset_name {0}/data --dataset_train_split descriptiveness --learning_rate 3e-6 --output_dir {0}/out "
     "--batch_size 64 --total_episodes 64 --missing_eos_penalty 1.0 "
     "--model_name_or_path toy/sft --sft_model_path toy/sft --reward_model_path toy/reward_model --device cpu "
-    "--num_mini_batches 2 --local_rollout_forward_batch_size 16 --stop_token eos "
+    "--num_mini_batches 2 --local_rollout_forward_batch_size 16 "
     "--num_generations 4 --max_completion_length 6 --num_iterations 2 --epsilon 0.1 --beta 0.03"  # since 0.22
 )
 
@@ -142,11 +141,10 @@ def test_a_line_says_that_bfloat16_is_slow_on_this_processor(is_fast, tiny, tmp_
 
 def test_ppo_knows_trls_names_of_its_settings(monkeypatch):
     """Those of 0.7 and 0.16."""
-    flags = "--ppo_epochs 2 --init_kl_coef 0.3 --kl_penalty abs --target 6 --horizon 99 --reward_funcs f.py:f"
+    flags = "--ppo_epochs 2 --init_kl_coef 0.3 --reward_funcs f.py:f"
     flags += " --lr 2e-5 --model_name_or_path a --reward_model_path b --dataset_name c --dataset_config_name d"
     monkeypatch.setattr(sys, "argv", ["ppo.py", *flags.split()])
     args = script("ppo").read_command_line()
-    assert (args.num_ppo_epochs, args.kl_coef, args.kl_estimator) == (2, 0.3, "abs")
-    assert (args.kl_target, args.kl_horizon, args.learning_rate) == (6, 99, 2e-5)
+    assert (args.num_ppo_epochs, args.kl_coef, args.learning_rate) == (2, 0.3, 2e-5)
     assert (args.reward_fn, args.model, args.reward_model) == (("f.py:f",), "a", "b")
     assert (args.dataset, args.dataset_config) == ("c", "d")
