@@ -153,9 +153,9 @@ def lines_of(output):
 
 
 def untimed(lines):
-    """Metrics without those that depend on the clock."""
-    clocks = ("perf/", "eps")
-    return [{name: x for name, x in line.items() if not name.startswith(clocks)} for line in lines]
+    """Metrics without those that depend on the clock, or on the device: elsewhere responses are read again."""
+    others = ("perf/", "eps", "sampling/")
+    return [{name: x for name, x in line.items() if not name.startswith(others)} for line in lines]
 
 
 def weights_of(folder):

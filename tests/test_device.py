@@ -7,7 +7,7 @@ They have processes of their own. This one has never heard of the device, and re
 import on_many_processes
 import pytest
 from pretend_device import NAME, set_up, train
-from runs import GOLD, NAMES, assert_close_runs, cut, fork, run, script, slow_but, words_of
+from runs import GOLD, NAMES, ON_PROMPTS, assert_close_runs, cut, fork, run, script, slow_but, words_of
 from transformers import AutoModelForCausalLM
 
 ROLLOUTS = dict(batch_size=8, total_episodes=16, response_length=8, micro_batch_size=4, num_ppo_epochs=2)
@@ -67,7 +67,8 @@ def runs(tmp_path_factory, request, settings_of):
             one.append([name, settings, output])
         else:
             settings |= HALF_THE_IMAGES if name == "ddpo" else {}
-            two.append([name, words_of(**settings, device=NAME, output_dir=output)])
+            quiet = {"num_eval_prompts": 0} if name in ON_PROMPTS else {}
+            two.append([name, words_of(**quiet | settings, device=NAME, output_dir=output)])
     if one:
         train_there(folder, one)
     if two:
