@@ -535,13 +535,13 @@ def read_logprobs(model, rollout, args):
 
 def reread_logprobs(policy, rollout, args):
     """With bfloat16 or TF32, replaces the log-probabilities of the sampler, which reads token by token: its rounding
-    would matter. Returns the differences (TRL). A mean of 0.1, many times that of bfloat16, shows another model."""
+    would matter. Returns the differences (TRL). In bfloat16 their mean is up to .04 (SmolLM2); of another model, 1."""
     if not args.bf16 and args.device == "cpu":
         return {}
     sampled = rollout.old_logprobs
     rollout.old_logprobs = read_logprobs(policy, rollout, args)
     differences = (rollout.old_logprobs - sampled)[rollout.mask].abs()
-    require(differences.mean() < 0.1, "sampler and trainer differ: does the model ignore its cache, or positions?")
+    require(differences.mean() < 0.3, "sampler and trainer differ: does the model ignore its cache, or positions?")
     name = "sampling/sampling_logp_difference"
     return {f"{name}/mean": differences.mean().item(), f"{name}/max": differences.max().item()}
 
