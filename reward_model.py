@@ -502,32 +502,35 @@ def check_name(name, flag):
 
 
 def read_rows(args, split):
-    """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is that of training), or of a
-    split on the hub; [] if there is no test split. All rows have the same columns: None where the file has no value."""
+    """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
+    hub; [] if there is no test split. All rows have the same columns: None where the file has no value. train[:9] is
+    the first nine rows."""
     name = args.dataset
     check_name(name, "--dataset")
     path = Path(name)
+    part, _, end = str(split).partition("[:")
     if path.is_file():
-        splits = {args.dataset_train_split: path}
+        splits = {"train": path}
     elif path.is_dir():
         splits = {file.stem: file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet")}
     else:
         import datasets
 
         splits = dict.fromkeys(datasets.get_dataset_split_names(name, args.dataset_config), path)
-    if split not in splits and split != args.dataset_train_split:
+    if part not in splits and split != args.dataset_train_split:
         return []
-    require(split in splits, f"{name} has no {split}.jsonl or {split}.parquet, only the splits {list(splits)}")
-    file = splits[split]
+    require(part in splits, f"{name} has no {part}.jsonl or {part}.parquet, only the splits {list(splits)}")
+    file = splits[part]
     if file.suffix == ".jsonl":
         rows = parse(file.read_bytes().splitlines(), pydantic.TypeAdapter(dict).validate_json, file)
     elif file.suffix == ".parquet":
         rows = pyarrow.parquet.read_table(file).to_pylist()
     else:
         require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
-        rows = datasets.load_dataset(name, args.dataset_config, split=split).to_list()
+        rows = datasets.load_dataset(name, args.dataset_config, split=part).to_list()
     if file.suffix != ".jsonl":
         rows = json.loads(json.dumps(rows), object_hook=without_nulls)  # at any depth
+    rows = rows[: int(end[:-1])] if end else rows
     require(rows, f"{file} has no rows")
     SOURCES[split] = f"{len(rows)} rows of {file}"
     print(f"{split}: {SOURCES[split]}")

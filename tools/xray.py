@@ -79,9 +79,9 @@ QUANTITIES = {
 }
 # title of a chart -> pattern of the metrics in it
 CURVES = {
-    "score": r"objective/scores|rewards/.*/mean",
-    "KL to the reference": r"(objective/)?kl",
-    "length in tokens": r"val/response_length|completions/mean_length",
+    "score": r"(eval/)?(objective/scores|reward|rewards/.*/mean)",
+    "KL to the reference": r"(eval/)?(objective/)?kl",
+    "length in tokens": r"(eval/)?(val/response_length|completions/mean_length)",
     "loss on the test split": r"eval/loss",
     "accuracy on the test split": r"eval/(rewards/accuracies|mean_token_accuracy)",
 }
