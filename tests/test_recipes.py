@@ -6,13 +6,12 @@ import re
 import shutil
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 from families import save_family
-from runs import run, write_rows
+from runs import run, slow_but, write_rows
 from sources import ROOT, load, text_of
-from test_docs import code_lines, commands, read
+from test_docs import read
 
 import grpo
 
@@ -31,12 +30,30 @@ def shared_by(from_human, *texts):
 
 POST = "SUBREDDIT: r/cats\n\nTITLE: A cat\n\nPOST: It sat on the mat.\n\nTL;DR:"
 SOLVE = "Solve it step by step.\n\nWhat is 2 + 3?\n\nEnd with Answer: and the number."
+HI = "\n\nHuman: Hi?\n\nAssistant:"
+HI_SO = f"{HI} Yes.\n\nHuman: So?\n\nAssistant:"
+CATS = "\n\nHuman: Hi?\n\nAssistant: Yes.\n\nHuman: A cat,\n\nand a dog?\n\nAssistant:"
+TALK = said("Hi?", "Yes.", "So?", "Good")
+SUM = "It is <<2+3=5>>5.\n#### 5"
+NUMBERS = {"target": 98, "nums": [44, 19, 35]}
+FILM = "I saw this film<br />and liked it."
+
+
+def pair(prompt, space=""):
+    return {"prompt": prompt, "chosen": space + "Good", "rejected": space + "Bad"}
+
+
+def both(prompt):
+    """The two conversations of a pair."""
+    return {"chosen": said(*prompt, "Good"), "rejected": said(*prompt, "Bad")}
+
+
 # Rows as the data sets have them; what they become as texts, and as messages with the system message "S"
 ROWS = {
     "gsm8k": (
-        {"question": "What is 2 + 3?", "answer": "It is <<2+3=5>>5.\n#### 5"},
-        {"prompt": "Question: What is 2 + 3?\nAnswer:", "answer": "It is <<2+3=5>>5.\n#### 5"},
-        {"prompt": "What is 2 + 3?", "answer": "It is <<2+3=5>>5.\n#### 5"},
+        {"question": "What is 2 + 3?", "answer": SUM},
+        {"prompt": "Question: What is 2 + 3?\nAnswer:", "answer": SUM},
+        {"prompt": "What is 2 + 3?", "answer": SUM},
     ),
     "math": (
         {"problem": "What is $2 + 3$?", "level": "Level 1", "solution": "It is $\\boxed{5}$.", "type": "Algebra"},
@@ -44,121 +61,63 @@ ROWS = {
         {"prompt": "What is $2 + 3$?", "answer": "It is $\\boxed{5}$."},
     ),
     "dapo": (
-        {
-            "data_source": "math_dapo",
-            "prompt": [{"content": SOLVE, "role": "user"}],
-            "ability": "MATH",
-            "reward_model": {"ground_truth": "5", "style": "rule-lighteval/MATH_v2"},
-            "extra_info": {"index": "9a9b6eb4"},
-        },
+        {"data_source": "math_dapo", "prompt": said(SOLVE), "reward_model": {"ground_truth": "5", "style": "rule"}},
         {"prompt": SOLVE + "\n\n", "answer": "5"},
         {"prompt": SOLVE, "answer": "5"},
     ),
     "countdown": (
-        {"target": 98, "nums": [44, 19, 35]},
-        {"prompt": r"Question: Make 98 of the numbers 44, 19, 35, [^:]*\nAnswer:", "target": 98, "nums": [44, 19, 35]},
-        {"prompt": r"Make 98 of the numbers 44, 19, 35, .*", "target": 98, "nums": [44, 19, 35]},
+        NUMBERS,
+        {"prompt": r"Question: Make 98 of the numbers 44, 19, 35, [^:]*\nAnswer:"} | NUMBERS,
+        {"prompt": r"Make 98 of the numbers 44, 19, 35, .*"} | NUMBERS,
     ),
-    "ultrafeedback": (
-        {
-            "chosen": said("Hi?", "Yes.", "So?", "Good"),
-            "rejected": said("Hi?", "Yes.", "So?", "Bad"),
-            "score_chosen": 8.0,
-        },
-        {
-            "prompt": "\n\nHuman: Hi?\n\nAssistant: Yes.\n\nHuman: So?\n\nAssistant:",
-            "chosen": " Good",
-            "rejected": " Bad",
-        },
-        {"prompt": said("Hi?", "Yes.", "So?"), "chosen": "Good", "rejected": "Bad"},
-    ),
+    "ultrafeedback": (both(["Hi?", "Yes.", "So?"]) | {"score_chosen": 8.0}, pair(HI_SO, " "), pair(TALK[:3])),
     "ultrafeedback-h4": (
-        {
-            "prompt": "Hi?",
-            "prompt_id": "f0e37e9f",
-            "chosen": said("Hi?", "Good"),
-            "rejected": said("Hi?", "Bad"),
-            "messages": said("Hi?", "Good"),
-            "score_chosen": 6.0,
-            "score_rejected": 4.0,
-        },
-        {"prompt": "\n\nHuman: Hi?\n\nAssistant:", "chosen": " Good", "rejected": " Bad"},
-        {"prompt": "Hi?", "chosen": "Good", "rejected": "Bad"},
+        {"prompt": "Hi?", "messages": said("Hi?", "Good"), "score_chosen": 6.0} | both(["Hi?"]),
+        pair(HI, " "),
+        pair("Hi?"),
     ),
     "hh": (
-        {
-            "chosen": "\n\nHuman: Hi?\n\nAssistant: Yes.\n\nHuman: A cat,\n\nand a dog?\n\nAssistant: Good",
-            "rejected": "\n\nHuman: Hi?\n\nAssistant: Yes.\n\nHuman: A cat,\n\nand a dog?\n\nAssistant: Bad",
-        },
-        {
-            "prompt": "\n\nHuman: Hi?\n\nAssistant: Yes.\n\nHuman: A cat,\n\nand a dog?\n\nAssistant:",
-            "chosen": " Good",
-            "rejected": " Bad",
-        },
-        {"prompt": said("Hi?", "Yes.", "A cat,\n\nand a dog?"), "chosen": "Good", "rejected": "Bad"},
+        {"chosen": CATS + " Good", "rejected": CATS + " Bad"},
+        pair(CATS, " "),
+        pair(said("Hi?", "Yes.", "A cat,\n\nand a dog?")),
     ),
-    "tldr": (
-        {
-            "prompt": POST,
-            "chosen": said(POST, "Good"),
-            "rejected": said(POST, "Bad"),
-            "info": {"id": "t3_1", "post": "It sat on the mat.", "article": None},
-            "summaries": [{"text": " Good", "note": None}, {"text": " Bad", "note": None}],
-            "choice": 0,
-        },
-        {"prompt": POST, "chosen": " Good", "rejected": " Bad"},
-        {"prompt": POST, "chosen": "Good", "rejected": "Bad"},
-    ),
+    "tldr": ({"prompt": POST, "info": {"id": "t3_1"}, "choice": 0} | both([POST]), pair(POST, " "), pair(POST)),
     "tldr-sft": (
-        {
-            "prompt": POST,
-            "messages": said(POST, "A cat sat."),
-            "id": "t3_1",
-            "subreddit": "cats",
-            "summary": "A cat sat.",
-        },
+        {"prompt": POST, "messages": said(POST, "A cat sat."), "id": "t3_1", "summary": "A cat sat."},
         {"prompt": POST, "completion": " A cat sat."},
         {"prompt": POST, "completion": "A cat sat."},
     ),
-    "orca": (
-        {"system": "", "question": "Hi?", "chosen": "Good", "rejected": " Bad"},
-        {"prompt": "\n\nHuman: Hi?\n\nAssistant:", "chosen": " Good", "rejected": " Bad"},
-        {"prompt": "Hi?", "chosen": "Good", "rejected": "Bad"},
-    ),
+    "orca": ({"system": "", "question": "Hi?", "chosen": "Good", "rejected": " Bad"}, pair(HI, " "), pair("Hi?")),
     "safe-rlhf": (
         {"prompt": "Hi?", "response_0": "Bad", "response_1": "Good", "better_response_id": 1, "safer_response_id": 0},
-        {"prompt": "\n\nHuman: Hi?\n\nAssistant:", "chosen": " Good", "rejected": " Bad"},
-        {"prompt": "Hi?", "chosen": "Good", "rejected": "Bad"},
+        pair(HI, " "),
+        pair("Hi?"),
     ),
     "stack": (
-        {"qid": 1, "question": "Hi?", "date": "2020", "metadata": ["url"], "response_j": "Good", "response_k": "Bad"},
-        {"prompt": "Question: Hi?\n\nAnswer:", "chosen": " Good", "rejected": " Bad"},
-        {"prompt": "Hi?", "chosen": "Good", "rejected": "Bad"},
+        {"qid": 1, "question": "Hi?", "date": "2020", "response_j": "Good", "response_k": "Bad"},
+        pair("Question: Hi?\n\nAnswer:", " "),
+        pair("Hi?"),
     ),
-    "imdb": (
-        {"text": "I saw this film<br />and liked it.", "label": 1},
-        {"text": "I saw this film<br />and liked it.", "prompt": "I saw this film<br"},
-        None,
-    ),
+    "imdb": ({"text": FILM, "label": 1}, {"text": FILM, "prompt": "I saw this film<br"}, None),
     "alpaca": (
         {"instruction": "Name it.", "input": "a cat", "output": "Tom", "text": "Below is an instruction ..."},
         {"prompt": "### Instruction:\nName it.\n\na cat\n\n### Response:\n", "completion": "Tom"},
         {"prompt": "Name it.\n\na cat", "completion": "Tom"},
     ),
     "no-robots": (
-        {"prompt": "Hi?", "prompt_id": "2dc7ea89", "messages": said("Hi?", "Good"), "category": "Chat"},
-        {"text": "\n\nHuman: Hi?\n\nAssistant: Good"},
+        {"prompt": "Hi?", "messages": said("Hi?", "Good"), "category": "Chat"},
+        {"text": HI + " Good"},
         {"messages": said("Hi?", "Good")},
     ),
     "capybara": (
         {"source": "Dove", "conversation": [{"input": "Hi?", "output": "Yes."}, {"input": "So?", "output": "Good"}]},
-        {"text": "\n\nHuman: Hi?\n\nAssistant: Yes.\n\nHuman: So?\n\nAssistant: Good"},
-        {"messages": said("Hi?", "Yes.", "So?", "Good")},
+        {"text": HI_SO + " Good"},
+        {"messages": TALK},
     ),
     "sharegpt": (
-        {"conversations": shared_by("Hi?", "Yes.", "So?", "Good"), "source": None, "id": None},
-        {"text": "\n\nHuman: Hi?\n\nAssistant: Yes.\n\nHuman: So?\n\nAssistant: Good"},
-        {"messages": said("Hi?", "Yes.", "So?", "Good")},
+        {"conversations": shared_by("Hi?", "Yes.", "So?", "Good"), "source": None},
+        {"text": HI_SO + " Good"},
+        {"messages": TALK},
     ),
 }
 ROWS["descriptiveness"] = ROWS["tldr"]
@@ -198,53 +157,27 @@ def test_rows_become_messages(name, tmp_path):
             make(name, tmp_path, "--chat", "S")
         return
     [row], _ = make(name, tmp_path, "--chat", "S")
-    first, *rest = row.pop("messages", None) or row.pop("prompt")
-    assert first == {"role": "system", "content": "S"}
-    wanted = dict(expected)
-    asked = wanted.pop("messages", None) or wanted.pop("prompt")
-    if isinstance(asked, str):
-        assert [turn["role"] for turn in rest] == ["user"]
-        assert re.fullmatch(asked if name == "countdown" else re.escape(asked), rest[0]["content"])
-    else:
-        assert rest == asked
-    for column in {"completion", "chosen", "rejected"} & set(wanted):
-        wanted[column] = [{"role": "assistant", "content": wanted[column]}]
-    assert row == wanted
+    column = "messages" if "messages" in row else "prompt"
+    asked = expected[column] if isinstance(expected[column], list) else said(expected[column])
+    if name == "countdown":
+        assert re.fullmatch(asked[0]["content"], row[column][1]["content"])
+        asked = row[column][1:]
+    answers = {"completion", "chosen", "rejected"} & set(expected)
+    wanted = expected | {name: [{"role": "assistant", "content": expected[name]}] for name in answers}
+    assert row == wanted | {column: [{"role": "system", "content": "S"}, *asked]}
 
 
 @recipes
-@pytest.mark.parametrize("value", [{}, {"null": None}], ids=["gone", "null"])
-def test_a_row_that_does_not_fit_names_its_column(name, value):
-    """Any column, unless nothing changes without it."""
+def test_a_row_that_does_not_fit_names_its_column(name):
+    """Any column that is not there or None, unless nothing changes without it."""
     row, _, _ = ROWS[name]
+    read = data.RECIPES[name].read
     for column in row:
-        less = {key: x for key, x in row.items() if key != column} | {column: x for x in value.values()}
-        try:
-            assert data.RECIPES[name].read(less) == data.RECIPES[name].read(row), column
-        except data.Misfit as error:
-            assert f"'{column}'" in str(error)
-
-
-WITHIN = {  # a turn without a text, a conversation without turns, answers to different prompts, ...
-    "sharegpt": {"conversations": shared_by("Hi?", None)},
-    "capybara": {"conversation": [{"input": "Hi?", "output": None}]},
-    "no-robots": {"messages": []},
-    "dapo": {"prompt": said("Hi?"), "reward_model": {"style": "rule"}},
-    "hh": {"chosen": "Human: Hi?", "rejected": "\n\nHuman: Hi?\n\nAssistant: Bad"},
-    "ultrafeedback": {"chosen": said("Hi?", "Good"), "rejected": said("Ha?", "Bad")},
-    "safe-rlhf": {"prompt": "Hi?", "response_0": "Bad", "response_1": "Good", "better_response_id": 2},
-}
-
-
-@pytest.mark.parametrize("name", WITHIN)
-def test_what_does_not_fit_within_a_column(name, tmp_path):
-    """It ends the program with a sentence that names the column; with --skip it is left out."""
-    rows = [ROWS[name][0], WITHIN[name]]
-    column = {"dapo": "reward_model", "safe-rlhf": "better_response_id"}.get(name, next(iter(WITHIN[name])))
-    with pytest.raises(SystemExit, match=f"row 2: .*'{column}"):
-        make(name, tmp_path / "strict", rows=rows)
-    kept, _ = make(name, tmp_path / "skip", "--skip", rows=rows)
-    assert len(kept) == 1
+        for less in ({key: x for key, x in row.items() if key != column}, row | {column: None}):
+            try:
+                assert read(less) == read(row), column
+            except data.Misfit as error:
+                assert f"'{column}'" in str(error)
 
 
 @pytest.mark.parametrize("name, columns, match", [
@@ -259,11 +192,20 @@ def test_what_does_not_fit_within_a_column(name, tmp_path):
     ("sharegpt", {"conversations": [{"from": "tool", "value": "5"}, *shared_by("Hi?", "Yes.")]}, "tool"),
     ("tldr-sft", {"messages": said(POST)}, "prompt"),
     ("tldr-sft", {"messages": said(POST, "A cat", "Why?")}, "assistant"),
+    ("sharegpt", {"conversations": shared_by("Hi?", None)}, "'conversations"),
+    ("capybara", {"conversation": [{"input": "Hi?", "output": None}]}, "'conversation"),
+    ("no-robots", {"messages": []}, "'messages"),
+    ("dapo", {"reward_model": {"style": "rule"}}, "'reward_model"),
+    ("hh", {"chosen": "Human: Hi?"}, "'chosen"),
+    ("ultrafeedback", {"chosen": said("Hi?", "Good"), "rejected": said("Ha?", "Bad")}, "'chosen"),
+    ("safe-rlhf", {"better_response_id": 2}, "'better_response_id"),
 ])  # fmt: skip
-def test_rows_that_the_scripts_would_refuse(name, columns, match, tmp_path):
+def test_a_row_that_the_scripts_would_refuse(name, columns, match, tmp_path):
+    """It ends the program with a sentence that names its column or fault; with --skip it is left out."""
     rows = [ROWS[name][0], ROWS[name][0] | columns]
     with pytest.raises(SystemExit, match=f"row 2: .*{match}"):
-        make(name, tmp_path, rows=rows)
+        make(name, tmp_path / "strict", rows=rows)
+    assert len(make(name, tmp_path / "skip", "--skip", rows=rows)[0]) == 1
 
 
 def test_one_space_begins_an_answer(tmp_path):
@@ -279,12 +221,8 @@ def test_one_space_begins_an_answer(tmp_path):
     messages = [{"role": "system", "content": ""}, *said(" Hi?", "Yes.\n")]
     [row], _ = make("no-robots", tmp_path / "talk", "--chat", rows=[{"messages": messages}])
     assert row["messages"] == said("Hi?", "Yes.")
-
-
-def test_a_system_message_of_the_row_stays(tmp_path):
-    row = ROWS["orca"][0] | {"system": "Be brief."}
-    [ours], _ = make("orca", tmp_path, "--chat", "S", rows=[row])
-    assert [turn["content"] for turn in ours["prompt"]] == ["Be brief.", "Hi?"]
+    [row], _ = make("orca", tmp_path / "own", "--chat", "S", rows=[ROWS["orca"][0] | {"system": "Be brief."}])
+    assert [turn["content"] for turn in row["prompt"]] == ["Be brief.", "Hi?"]
 
 
 def test_rows_held_back_and_rows_that_come_twice(tmp_path):
@@ -303,22 +241,14 @@ def test_rows_held_back_and_rows_that_come_twice(tmp_path):
 
 
 def test_copies_on_disk_of_several_kinds(tmp_path, monkeypatch):
-    """A file, a folder that save_to_disk left, and a clone whose README names its configurations and splits."""
+    """A file, and a folder that save_to_disk left."""
     import datasets
 
     row = ROWS["ultrafeedback-h4"][0]
     both = datasets.DatasetDict({split: datasets.Dataset.from_list([row]) for split in ("train_prefs", "test_prefs")})
     both.save_to_disk(tmp_path / "saved")
-    clone = tmp_path / "clone"
-    (clone / "data").mkdir(parents=True)
-    splits = [f"  - split: {split}\n    path: data/{split}*\n" for split in ("train_sft", "train_prefs", "test_prefs")]
-    (clone / "README.md").write_text(
-        "---\nconfigs:\n- config_name: default\n  data_files:\n" + "".join(splits) + "---\n"
-    )
-    for split in ("train_sft", "train_prefs", "test_prefs"):
-        write_rows(clone / "data" / f"{split}.jsonl", [row] * (1 if split != "train_sft" else 2))
     write_rows(tmp_path / "one.jsonl", [row])
-    for source, num_held_out in (("saved", 1), ("clone", 1), ("one.jsonl", 0)):
+    for source, num_held_out in (("saved", 1), ("one.jsonl", 0)):
         out = tmp_path / f"of_{source}"
         monkeypatch.setattr(sys, "argv", ["data.py", "ultrafeedback-h4", str(out), "--source", str(tmp_path / source)])
         data.main()
@@ -328,21 +258,15 @@ def test_copies_on_disk_of_several_kinds(tmp_path, monkeypatch):
 
 def test_without_hub_and_copy(tmp_path, monkeypatch):
     """It says what to do; so it does for a copy that is not there."""
-    monkeypatch.setattr(sys, "argv", ["data.py", "gsm8k", str(tmp_path / "out")])
-    with pytest.raises(SystemExit, match="openai/gsm8k.*--source"):
-        data.main()
-    monkeypatch.setattr(sys, "argv", ["data.py", "gsm8k", str(tmp_path / "out"), "--source", "nowhere"])
-    with pytest.raises(SystemExit, match="nowhere"):
-        data.main()
+    for words, match in (([], "openai/gsm8k.*--source"), (["--source", "nowhere"], "nowhere")):
+        monkeypatch.setattr(sys, "argv", ["data.py", "gsm8k", str(tmp_path / "out"), *words])
+        with pytest.raises(SystemExit, match=match):
+            data.main()
     assert not (tmp_path / "out").exists()
 
 
-# --- The page: each command, for two updates of a tiny model of its family
+# --- The command that is printed, for two updates of a tiny model
 
-NATIVE = {  # data sets that a command reads as they are
-    "trl-lib/tldr": {"prompt": POST, "completion": " A cat sat."},
-    "trl-internal-testing/tldr-preference-sft-trl-style": ROWS["tldr-sft"][0],
-}
 SMALL = {"batch_size": 8, "micro_batch_size": 4, "local_rollout_forward_batch_size": 8, "response_length": 4}
 SMALL |= {"total_episodes": 16, "num_train_epochs": 1.0, "rloo_k": 2, "num_generations": 2}
 SMALL |= {"num_sample_generations": 0, "bf16": False, "device": "cpu", "num_mini_batches": 1, "save_steps": 100}
@@ -356,9 +280,8 @@ def small(args):
 
 def numbered(row, i):
     """The row with another number in its question and answers, so that rows differ."""
-    return json.loads(
-        re.sub(r"(Hi\?|A cat|2 \+ 3|film|Name it|\[44)", rf"\1 {i}", json.dumps(row)).replace("[44 ", "[44, ")
-    )
+    text = re.sub(r"(Hi\?|A cat|2 \+ 3|film|Name it|\[44)", rf"\1 {i}", json.dumps(row))
+    return json.loads(text.replace("[44 ", "[44, "))
 
 
 @pytest.fixture(scope="module")
@@ -375,70 +298,29 @@ def made(tmp_path_factory):
     return make_it
 
 
-def tiny_version(args, made, tmp_path, chats):
-    """The settings of a command, for a tiny model and sixteen rows."""
-    changes = small(args)
-    name = args.dataset.removeprefix("data/")
-    family = "qwen 2.5" if "Qwen" in args.model or "SmolLM" in args.model or name in chats else None
-    changes["model"] = made(family) if family else str(ROOT / "toy/sft")
-    if hasattr(args, "reward_model"):
-        changes["reward_model"] = made(family, True) if family else str(ROOT / "toy/reward_model")
-    folder = tmp_path / Path(args.dataset).name
-    row = ROWS[name][0] if name in ROWS else NATIVE[args.dataset]
-    rows = [numbered(row, i) for i in range(16)]
-    if name in ROWS:
-        with pytest.MonkeyPatch.context() as patch:
-            source = write_rows(tmp_path / f"{name}.jsonl", rows)
-            chat = ["--chat", "S"] if name in chats else []
-            patch.setattr(sys, "argv", ["data.py", name, str(folder), "--source", source, *chat])
-            data.main()
-        changes["dataset"] = str(folder)
-    else:
-        changes["dataset"] = write_rows(tmp_path / "rows.jsonl", rows)
-    return changes
-
-
-SLOW = pytest.mark.slow
 FEW = ("gsm8k", "hh", "tldr-sft")
 
 
 @pytest.mark.parametrize("chat", ["texts", "chat"])
-@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=SLOW) for name in ROWS])
+@pytest.mark.parametrize("name", slow_but(FEW, ROWS))
 def test_the_command_that_is_printed(name, chat, made, tmp_path, monkeypatch, capsys):
     """It reads the rows, for two updates; a model that was taught to chat is named where the rows are messages."""
     if (name, chat) == ("imdb", "chat"):
         return
-    chats = {name} if chat == "chat" else set()
-    make(name, tmp_path / "made", *["--chat"] * len(chats))
+    rows = [numbered(ROWS[name][0], i) for i in range(16)]
+    make(name, tmp_path, *(["--chat", "S"] if chat == "chat" else []), rows=rows)
     command = capsys.readouterr().out.splitlines()[-1]
     assert ("Instruct" in command) == (chat == "chat")
-    command = command.replace(str(tmp_path / "made/out"), f"data/{name}")
     module, args = read(shlex.split(command, comments=True)[1:], monkeypatch)
-    settings = dataclasses.asdict(args) | tiny_version(args, made, tmp_path, chats)
+    family = "qwen 2.5" if chat == "chat" else None
+    settings = dataclasses.asdict(args) | small(args) | dict(model=made(family) if family else f"{ROOT}/toy/sft")
+    if hasattr(args, "reward_model"):
+        settings["reward_model"] = made(family, True) if family else f"{ROOT}/toy/reward_model"
     settings.pop("output_dir")
     assert len(run(module, tmp_path / "run", **settings)) >= 2  # each answer of a conversation is a text
 
 
 PAGE = "recipes/README.md"
-ON_PAGE = [" ".join(words[1:]) for words in commands(text_of(PAGE)) if "models/smollm2" not in words]
-CHATS = {
-    shlex.split(line)[2] for line in code_lines(text_of(PAGE)) if re.match(r"python recipes/data\.py .*--chat", line)
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(ON_PAGE)))
-def test_commands_of_the_page(number, made, tmp_path, monkeypatch):
-    module, args = read(shlex.split(ON_PAGE[number]), monkeypatch)
-    changes = tiny_version(args, made, tmp_path, CHATS)
-    if getattr(args, "reward_fn", ()):
-        changes["reward_fn"] = tuple(
-            "toy/gold_score.py:gold_score" if "classifier" in name else name for name in args.reward_fn
-        )
-    settings = dataclasses.asdict(args) | changes
-    settings.pop("output_dir")
-    lines = run(module, tmp_path / "run", **settings)
-    assert len(lines) == 2
 
 
 def test_the_memory_of_the_page_is_the_formulas(monkeypatch):
@@ -475,9 +357,8 @@ def judged(rows, answer, function="score"):
 def test_a_task_of_numbers(tmp_path):
     """Settings reach the generator, no question comes twice, and the answer has to stand in its tags."""
     pytest.importorskip("reasoning_gym")
-    train, held_out = make_task(
-        "chain_sum", tmp_path, "--max-terms", 2, "--max-digits=1", "--size", 40, "--examples", 2
-    )
+    words = ["--max-terms", 2, "--max-digits=1", "--size", 40, "--examples", 2]
+    train, held_out = make_task("chain_sum", tmp_path, *words)
     questions = [row["prompt"][-1]["content"] for row in train + held_out]
     assert len(set(questions)) == len(questions) and held_out
     assert all(json.loads(row["metadata"])["num_terms"] == 2 for row in train)
@@ -500,29 +381,21 @@ def test_a_task_is_trained_on(made, tmp_path):
     """For two updates, by the command of the page."""
     pytest.importorskip("reasoning_gym")
     make_task("letter_counting", tmp_path / "data", "--max-words", 5, "--instruction", "direct", "--size", 20)
-    settings = small(grpo.Args) | {
-        "model": made("qwen 2.5"),
-        "dataset": str(tmp_path / "data"),
-        "max_prompt_length": 512,
-    }
-    reward = str(ROOT / "rewards/reasoning.py:score")
-    lines = run(grpo, tmp_path / "run", **settings, reward_fn=(reward,))
-    assert len(lines) == 2
+    settings = dict(model=made("qwen 2.5"), dataset=str(tmp_path / "data"), max_prompt_length=512)
+    settings |= dict(reward_fn=(f"{ROOT}/rewards/reasoning.py:score",))
+    assert len(run(grpo, tmp_path / "run", **small(grpo.Args) | settings)) == 2
 
 
-@pytest.mark.parametrize(
-    "words, match",
-    [
+def test_tasks_that_cannot_be_made(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    for words, match in (
         (["no_such_task"], "no_such_task"),
         (["n_queens"], "Python"),
         (["chain_sum", "--max-trems", "2"], "max_terms"),
         (["rush_hour", "--examples", "1"], "--examples"),
-    ],
-)
-def test_tasks_that_cannot_be_made(words, match, tmp_path):
-    pytest.importorskip("reasoning_gym")
-    with pytest.raises(SystemExit, match=match):
-        make_task(words[0], tmp_path, *words[1:], "--size", 5)
+    ):
+        with pytest.raises(SystemExit, match=match):
+            make_task(words[0], tmp_path, *words[1:], "--size", 5)
 
 
 @pytest.mark.slow
@@ -543,21 +416,3 @@ def test_every_task_is_judged_and_no_judge_runs_an_answer(tmp_path):
             assert judged(rows, "{}") == [1.0] * len(rows), name
         if name != "game_of_life_halting":  # whose judge takes any text for a no
             assert max(judged(rows, "nonsense")) < 0.5, name
-
-
-@pytest.mark.slow
-def test_mathematical_answers():
-    """Equal, however they are written; none without a right answer; and quickly, whatever a policy writes."""
-    pytest.importorskip("math_verify")
-    maths = load("rewards/maths.py")
-    score = maths.score
-    seconds, maths.SECONDS = maths.SECONDS, 60  # of the clock, on any machine
-    right = {"\\boxed{\\frac{1}{2}}": "It is $\\boxed{0.5}$.", "Answer: 34": 34, "\\boxed{x^2+2x+1}": "(x+1)^2"}
-    right |= {"\\boxed{6 - 5i}": "6 - 5i", "\\boxed{2\\sqrt{3}}": "2\\sqrt{3}", "\\boxed{3, 5}": "3, 5"}
-    right |= {"\\boxed{10000}": "10 000", "\\boxed{5}": "5 km/h", "\\boxed{100}": "100 USD"}
-    assert score(completions=list(right), answer=list(right.values())) == [1.0] * len(right)
-    maths.SECONDS = seconds
-    wrong = ["\\boxed{\\frac{1}{3}}", "", "\\boxed{", "I do not know.", "\\boxed{9^{9^{9}}}"]
-    assert score(completions=wrong, answer=["0.5"] * len(wrong)) == [0.0] * len(wrong)
-    assert score(completions=["\\boxed{5}", "\\boxed{2}"], answer=["6 - 5i", "2\\sqrt{3}"]) == [0.0, 0.0]
-    assert score(completions=[[{"role": "assistant", "content": "5"}], "5"], answer=["5", None]) == [1.0, None]

@@ -174,6 +174,11 @@ def test_formulas_as_a_reader_sees_them():
     maths.SECONDS = 60  # of the clock, on any machine
     for text in ("答案是４２。", "\\boxed{42。}", "\\boxed{\u0664\u0662}"):
         assert one(maths.score, text, answer=["41", [42]]) == one(maths.score, text, answer="４２") == 1
+    for text, answer in (("\\boxed{\\frac{1}{2}}", "It is $\\boxed{0.5}$."), ("\\boxed{2\\sqrt{3}}", "2\\sqrt{3}")):
+        assert one(maths.score, text, answer=answer) == 1 and one(maths.score, "\\boxed{2}", answer=answer) == 0
+    maths.SECONDS = 1
+    for text in ("", "\\boxed{", "I do not know.", "\\boxed{9^{9^{9}}}"):
+        assert one(maths.score, text, answer="0.5") == 0
     assert one(maths.score, "\\boxed{true}", answer=True) == 1 and one(maths.score, "42", answer=[[], None]) is None
 
 
