@@ -42,13 +42,13 @@ def run(folder, **settings):
     return json.loads((folder / "compare.json").read_text()), pairs
 
 
-def pair(winner=None, a="aa", b="bb", **known):
-    return compare.Pair(0, "p", a, b, 3, 5, True, False, winner, **known)
-
-
 def test_summary_by_hand():
     """A is the longer one in two of its wins. At the bounds of the interval, the rate is 1.96 standard errors away, the
     error taken there. Differences 1, 3, -1 deviate by 2. Of five pairs two are agreed on."""
+
+    def pair(winner, a="aa", **known):
+        return compare.Pair(0, "p", a, "bb", 3, 5, True, False, winner, **known)
+
     pairs = [pair("a", a="aaa"), pair("a", a="aaaa"), pair("a", score_a=2.0, score_b=1.0)]
     pairs += [pair("tie", score_a=5.0, score_b=2.0), pair("b", score_a=0.0, score_b=1.0), pair(None, error="late")]
     for one, verdicts in zip(pairs, ["AB", "BA", "AA", "BB", "AA"]):
@@ -67,20 +67,14 @@ def test_a_policy_against_itself(tmp_path):
 
 
 def test_a_reference_is_the_answer_alone(tmp_path):
-    """As a text without its prompt, or as the message behind those of the prompt, and the token that ends it: EOS where
-    the chat template (GLM's) writes none."""
+    """As a text without its prompt, or as the message behind those of the prompt, and the token that ends it."""
     talk = [{"role": "user", "content": "The film"}, {"role": "assistant", "content": "It is not good."}]
     (tmp_path / "r.py").write_text("def f(completions, **_):\n    return [len(str(text)) for text in completions]\n")
     policy = save_family("llama 3", tmp_path)[0]
-    glm = save_family("llama 3", tmp_path / "glm")[0]
-    tokenizer = AutoTokenizer.from_pretrained(glm)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role + '\n' + m.content }}{% endfor %}"
-    tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
-    tokenizer.save_pretrained(glm)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
     for number, (model, prompt, answer, text) in enumerate([
         ("toy/sft", "The film", "The film It is not good.", " It is not good."),
         (policy, talk[:1], talk, "It is not good."),
-        (glm, talk[:1], talk, "It is not good."),
     ]):  # fmt: skip
         data = write_rows(tmp_path / "d.jsonl", [{"prompt": prompt, "answer": answer}] * 3)
         settings = dict(model=model, dataset=data, reference_column="answer", reward_fn="r.py:f")

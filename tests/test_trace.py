@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from elements import Elements
+from runs import write_rows
 from safetensors.torch import save_file
 from sources import ROOT, text_of
 from transformers import AutoTokenizer
@@ -65,15 +66,19 @@ def test_a_record_has_each_line_and_what_it_made(tmp_path):
     assert parts[0].mask.tolist() == [[True, True, False]]
 
 
-def test_the_page_loads_nothing_and_shows_text_as_text(tmp_path):
+def check_page(page, num_scripts):
+    """It loads nothing, and what the world writes is a text in it."""
+    elements = Elements(page)
+    assert elements.tags.count("script") == page.count("</script>") == num_scripts and "img" not in elements.tags
+    assert not {"src", "href", "onerror"} & elements.attributes and "default-src 'none'" in page
+    assert not re.search(r"https?:|//\w+\.|@import|url\(|fetch\(|import\(|XMLHttp|innerHTML|insertAdjacent", page)
+
+
+def test_the_page_of_a_record(tmp_path):
     data = trace["read_record"](record(tmp_path), "<img src=x>", "")
     shown = [data["values"][made["part"]] for *_, made in data["steps"] if "part" in made]
     assert [x["shape"] for x in shown] == [["b", "T"]] * 2 and shown[0]["x"] == [[163.5, 16.25, 1.5]]
-    page = trace["make_page"](data)
-    elements = Elements(page)
-    assert elements.tags.count("script") == page.count("</script>") == 1 and "img" not in elements.tags
-    assert not {"src", "onerror"} & elements.attributes and "default-src 'none'" in page
-    assert not re.search(r"https?:|@import|url\(|fetch\(|import\(|innerHTML|insertAdjacent", page)
+    check_page(trace["make_page"](data), 1)
 
 
 @pytest.mark.parametrize("name", trace["PAGES"])
@@ -81,10 +86,8 @@ def test_the_pages_of_docs(name):
     """They are small, and of the files as they stand: else `python tools/trace.py --docs`."""
     page = text_of(f"docs/trace/{name}.html")
     assert len(page.encode()) < 500_000
-    assert (
-        json.loads(re.search(r"^const data = (.*)$", page, re.M)[1])["source"]
-        == text_of(f"lecture/{name}.py").splitlines()
-    )
+    data = json.loads(re.search(r"^const data = (.*)$", page, re.M)[1])
+    assert data["source"] == text_of(f"lecture/{name}.py").splitlines()
 
 
 # --- tools/xray.py: whatever a model writes reaches the page as text
@@ -117,14 +120,10 @@ def test_the_page_of_a_run(tmp_path):
     write_samples(tmp_path, 1, [hostile, hostile[:1]], **tensors)
     written = torch.tensor([[True, False, True]])
     write_samples(tmp_path, 7, [hostile[:3]], written=written, advantages=torch.ones(1, 1))
-    metrics = [{"objective/scores": float(i), "rewards/fn/mean": float(i), "objective/kl": None} for i in range(8)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    write_rows(tmp_path / "metrics.jsonl", [{"objective/scores": float(i), "objective/kl": None} for i in range(8)])
 
     page = xray.make_page(tmp_path)
-    elements = Elements(page)
-    assert not re.search(r"https?:|//\w+\.|@import|url\(|fetch\(|import\(|XMLHttp|innerHTML|insertAdjacent", page)
-    assert not {"src", "href", "onerror"} & elements.attributes and "default-src 'none'" in page
-    assert elements.tags.count("script") == page.count("</script>") == 3 and "img" not in elements.tags
+    check_page(page, 3)
     data = json.loads(re.search(r'runs\.set\("\w+", (.*)\)', page)[1])
     first, second, third = data["samples"]
     assert first["tokens"] == HOSTILE and second["tokens"] == HOSTILE[:1] and third["tokens"] == HOSTILE[:3]
