@@ -634,14 +634,14 @@ def load_function(spec, flag):
 
 @cache
 def run_file(path):
-    """Runs a Python file once, and returns what it defines. It finds the modules beside it, before those beside files
-    that were run earlier; libraries find none of them."""
+    """Runs a Python file once, and returns what it defines. It finds the modules beside it, and neither those beside
+    another such file nor, in place of a library, those of any."""
     before = set(sys.modules)
     sys.path.insert(0, str(path.parent))
     members = runpy.run_path(str(path), run_name=path.stem)
     sys.path.append(sys.path.pop(0))
     for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(path.parent)):
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == path.parent:
             del sys.modules[name]
     return members
 
@@ -781,6 +781,7 @@ class Run:
         self.stop_requested = False
         self.saved_at = time.time()
         self.shown = {}  # metrics beside the bar
+        self.lines = []  # of metrics.jsonl, before the first step is made
         self.output = Path(args.output_dir)  # only process 0 writes to it
         self.lock = FileLock(self.output / ".lock")  # until the process ends
         if not RANK:
@@ -801,8 +802,8 @@ class Run:
         if args.track:
             import wandb
 
-            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
-            self.wandb = wandb.init(**options)
+            name = self.output.name
+            self.wandb = wandb.init(id=name, resume="allow", dir=self.output, config=asdict(args))
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
@@ -837,8 +838,11 @@ class Run:
         self.bar.update(self.step - self.bar.n)
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
+            self.lines.append(json.dumps(line) + "\n")
+        if not RANK and self.step:
             with open(self.output / "metrics.jsonl", "a") as file:
-                print(json.dumps(line), file=file)
+                file.writelines(self.lines)
+            self.lines = []
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 

@@ -576,7 +576,7 @@ def check_name(name, flag):
 
 def read_rows(args, split):
     """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub; [] if there is no test split. All rows have the same columns: None where the file has no value. train[:9] is
+    hub; [] if there is no validation. All rows have the same columns: None where the file has no value. train[:9] is
     the first nine rows."""
     name = args.dataset
     check_name(name, "--dataset")
@@ -590,7 +590,7 @@ def read_rows(args, split):
         import datasets
 
         splits = dict.fromkeys(datasets.get_dataset_split_names(name, args.dataset_config), path)
-    if part not in splits and split != args.dataset_train_split:
+    if part not in splits and split in (None, "validation"):
         return []
     require(part in splits, f"{name} has no {part}.jsonl or {part}.parquet, only the splits {list(splits)}")
     file = splits[part]
@@ -602,7 +602,7 @@ def read_rows(args, split):
         require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
         rows = datasets.load_dataset(name, args.dataset_config, split=part).to_list()
     if file.suffix != ".jsonl":
-        rows = json.loads(json.dumps(rows), object_hook=without_nulls)  # at any depth
+        rows = json.loads(json.dumps(rows, default=str), object_hook=without_nulls)  # at any depth; dates as texts
     rows = rows[: int(end[:-1])] if end else rows
     require(rows, f"{file} has no rows")
     SOURCES[split] = f"{len(rows)} rows of {file}"
@@ -637,8 +637,7 @@ def check_messages(messages, last):
         is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
         require(is_message, f"a message has a role and a content, but this is {message!r:.60}")
         require(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
-        is_text = isinstance(message["content"], str) and message["content"].strip()
-        require(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
+        check_text(message["content"], "content")
     require(messages[-1]["role"] == last, f"the last message is not one of the {last}")
 
 
@@ -887,6 +886,7 @@ class Run:
         self.stop_requested = False
         self.saved_at = time.time()
         self.shown = {}  # metrics beside the bar
+        self.lines = []  # of metrics.jsonl, before the first step is made
         self.output = Path(args.output_dir)  # only process 0 writes to it
         self.lock = FileLock(self.output / ".lock")  # until the process ends
         if not RANK:
@@ -907,8 +907,8 @@ class Run:
         if args.track:
             import wandb
 
-            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
-            self.wandb = wandb.init(**options)
+            name = self.output.name
+            self.wandb = wandb.init(id=name, resume="allow", dir=self.output, config=asdict(args))
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
@@ -943,8 +943,11 @@ class Run:
         self.bar.update(self.step - self.bar.n)
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
+            self.lines.append(json.dumps(line) + "\n")
+        if not RANK and self.step:
             with open(self.output / "metrics.jsonl", "a") as file:
-                print(json.dumps(line), file=file)
+                file.writelines(self.lines)
+            self.lines = []
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 

@@ -186,12 +186,14 @@ def train(args):
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
     options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **options)  # fused: much faster on a CPU
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **options)  # fused: faster on a CPU
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
     state = {"num_draws": 0, "num_tokens": 0}  # what an update hands to the next; in checkpoints
     run = Run(args, num_updates, optimizer, schedule, state, model=policy)
     if run.step == 0 and eval_prompts:
-        run.log(evaluate(policy, reference, reward_fns, eval_prompts, args), "eval/reward")
+        first = evaluate(policy, reference, reward_fns, eval_prompts, args)
+        print_outlook(first["eval/reward_std"], 1 - first["eval/completions/clipped_ratio"])
+        run.log(first, "eval/reward")
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
 
@@ -765,14 +767,11 @@ def evaluate(policy, reference, reward_fns, prompts, args):
         return {}
     set_seed(make_seed(args.seed, 0))
     rollout = sample_batch(policy, prompts, args)
+    reread_logprobs(policy, rollout, args)
     if args.beta:
         rollout.ref_logprobs = read_logprobs(reference, rollout, args)
     score_batch(rollout, reward_fns, policy.tokenizer, args)
     stats = rollout_stats(rollout, args)
-    if not stats["reward_std"]:
-        tqdm.write("all held-out responses have the same score: nothing can be learned (see --reward-fn)")
-    if stats["completions/clipped_ratio"] > 0.5:
-        tqdm.write("most of the held-out responses do not end: see --response-length")
     return {f"eval/{name}": x for name, x in stats.items()}
 
 
@@ -877,14 +876,14 @@ def load_function(spec, flag):
 
 @cache
 def run_file(path):
-    """Runs a Python file once, and returns what it defines. It finds the modules beside it, before those beside files
-    that were run earlier; libraries find none of them."""
+    """Runs a Python file once, and returns what it defines. It finds the modules beside it, and neither those beside
+    another such file nor, in place of a library, those of any."""
     before = set(sys.modules)
     sys.path.insert(0, str(path.parent))
     members = runpy.run_path(str(path), run_name=path.stem)
     sys.path.append(sys.path.pop(0))
     for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(path.parent)):
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == path.parent:
             del sys.modules[name]
     return members
 
@@ -909,7 +908,7 @@ def function_reward(function, rollout, tokenizer, args):
         columns["completions"] = [[message] for message in messages]
     with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
         returned = function(**columns)
-    return all_gather(read_rewards(returned, len(r.examples), function.__name__).to(args.device))
+    return all_gather(read_rewards(returned, len(r.examples), getattr(function, "__name__", function)).to(args.device))
 
 
 def read_rewards(returned, n, name):
@@ -977,7 +976,7 @@ def check_name(name, flag):
 
 def read_rows(args, split):
     """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub; [] if there is no test split. All rows have the same columns: None where the file has no value. train[:9] is
+    hub; [] if there is no validation. All rows have the same columns: None where the file has no value. train[:9] is
     the first nine rows."""
     name = args.dataset
     check_name(name, "--dataset")
@@ -991,7 +990,7 @@ def read_rows(args, split):
         import datasets
 
         splits = dict.fromkeys(datasets.get_dataset_split_names(name, args.dataset_config), path)
-    if part not in splits and split != args.dataset_train_split:
+    if part not in splits and split in (None, "validation"):
         return []
     require(part in splits, f"{name} has no {part}.jsonl or {part}.parquet, only the splits {list(splits)}")
     file = splits[part]
@@ -1003,7 +1002,7 @@ def read_rows(args, split):
         require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
         rows = datasets.load_dataset(name, args.dataset_config, split=part).to_list()
     if file.suffix != ".jsonl":
-        rows = json.loads(json.dumps(rows), object_hook=without_nulls)  # at any depth
+        rows = json.loads(json.dumps(rows, default=str), object_hook=without_nulls)  # at any depth; dates as texts
     rows = rows[: int(end[:-1])] if end else rows
     require(rows, f"{file} has no rows")
     SOURCES[split] = f"{len(rows)} rows of {file}"
@@ -1030,8 +1029,7 @@ def check_messages(messages, last):
         is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
         require(is_message, f"a message has a role and a content, but this is {message!r:.60}")
         require(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
-        is_text = isinstance(message["content"], str) and message["content"].strip()
-        require(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
+        check_text(message["content"], "content")
     require(messages[-1]["role"] == last, f"the last message is not one of the {last}")
 
 
@@ -1250,6 +1248,14 @@ def gathered(model, args):
         module.reshard()
 
 
+def print_outlook(scores_std, ended_share):
+    """Says if a first evaluation shows that a run can hardly learn."""
+    if scores_std == 0:
+        print("all held-out responses have the same score: there is nothing to learn from (see --reward-fn)")
+    if ended_share < 0.5:
+        print(f"only {ended_share:.0%} of the held-out responses end: see --response-length")
+
+
 def clip_gradient(parameters, max_norm):
     """Clips the gradient, which is averaged over processes, to max_norm, and returns its norm before."""
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -1271,6 +1277,7 @@ class Run:
         self.stop_requested = False
         self.saved_at = time.time()
         self.shown = {}  # metrics beside the bar
+        self.lines = []  # of metrics.jsonl, before the first step is made
         self.output = Path(args.output_dir)  # only process 0 writes to it
         self.lock = FileLock(self.output / ".lock")  # until the process ends
         if not RANK:
@@ -1291,8 +1298,8 @@ class Run:
         if args.track:
             import wandb
 
-            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
-            self.wandb = wandb.init(**options)
+            name = self.output.name
+            self.wandb = wandb.init(id=name, resume="allow", dir=self.output, config=asdict(args))
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
@@ -1327,8 +1334,11 @@ class Run:
         self.bar.update(self.step - self.bar.n)
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
+            self.lines.append(json.dumps(line) + "\n")
+        if not RANK and self.step:
             with open(self.output / "metrics.jsonl", "a") as file:
-                print(json.dumps(line), file=file)
+                file.writelines(self.lines)
+            self.lines = []
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 

@@ -171,7 +171,8 @@ def train(args):
     prompts = load_prompts(args, tokenizer, args.dataset_train_split)
     eval_prompts = load_prompts(args, tokenizer, args.dataset_test_split)[: args.num_eval_prompts]
     eval_prompts = eval_prompts[len(eval_prompts) % WORLD_SIZE :]  # all processes have equal shares
-    os.environ["REWARD_MODEL"] = args.reward_model  # for rewards/model.py
+    if "reward_model" in args.reward_fn:
+        os.environ["REWARD_MODEL"] = args.reward_model  # for rewards/model.py
     reward_fns = load_reward_fns(args, prompts)
     policy, reference = load_models(args)
     policy.stop_token_ids = find_stop_tokens(policy, is_chat=isinstance(prompts[0]["prompt"], list))
@@ -188,15 +189,16 @@ def train(args):
     passes = range(1 + args.total_episodes // len(prompts))
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
-    critic_rate = args.critic_learning_rate or args.learning_rate
-    policy_group = {"params": list(policy.parameters()), "lr": args.learning_rate}
-    critic_group = {"params": list(critic.parameters()), "lr": critic_rate}
+    policy_group = {"params": list(policy.parameters())}
+    critic_group = {"params": list(critic.parameters()), "lr": args.critic_learning_rate or args.learning_rate}
     options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW([policy_group, critic_group], **options)  # fused: ten times as fast on a CPU
+    optimizer = torch.optim.AdamW([policy_group, critic_group], args.learning_rate, **options)  # fused: faster on a CPU
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
     run = Run(args, num_updates, optimizer, schedule, {}, model=policy, critic=critic)
     if run.step == 0 and eval_prompts:
-        run.log(evaluate(policy, reference, reward_fns, eval_prompts, args), "eval/objective/scores")
+        first = evaluate(policy, reference, reward_fns, eval_prompts, args)
+        print_outlook(first["eval/objective/scores_std"], first["eval/val/eos_share"])
+        run.log(first, "eval/objective/scores")
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
 
@@ -251,7 +253,7 @@ class Rollout:
     ref_logprobs: Tensor | None = None  # (B, T), under the reference
     kl: Tensor | None = None  # (B, T), an estimate for each token
     values: Tensor | None = None  # (B, T), of the critic, before the update
-    reward_table: Tensor | None = None  # (B, K), of K reward functions, NaN for None
+    reward_table: Tensor | None = None  # (B, n), of n reward functions, NaN for None
     scores: Tensor | None = None  # (B,), the weighted sum of the rewards, minus the penalty for a missing stop token
     rewards: Tensor | None = None  # (B, T), of each token
     advantages: Tensor | None = None  # (B, T)
@@ -478,18 +480,13 @@ def critic_values(critic, r):
 
 def model_reward(model, rollout, tokenizer, args):
     """(B,) rewards of a reward model, read at the last token of each episode."""
-
-    def read(r):
-        """(b, 1)"""
-        ids, mask = r.joined()
-        last = mask.cumsum(1).argmax(1, keepdim=True)  # (b, 1) where all real tokens are counted
-        return read_head(model, ids, mask).gather(1, last)
-
-    return rollout.in_micro_batches(read, args)[:, 0]
+    heads = rollout.in_micro_batches(lambda r: read_head(model, *r.joined())[:, r.prompts.shape[1] :], args)  # (B, T)
+    last = rollout.mask.sum(1, keepdim=True) - 1  # (B, 1)
+    return heads.gather(1, last).squeeze(1)
 
 
 def score_batch(rollout, reward_fns, tokenizer, args):
-    """Adds the rewards (B, K) of all functions to the rollout, and the scores (B,): the weighted sum of the rewards,
+    """Adds the rewards (B, n) of all functions to the rollout, and the scores (B,): the weighted sum of the rewards,
     minus the penalty for a missing stop token. A None counts as 0; if all are None, the score is the mean score."""
     table = torch.stack([reward_of(rollout, tokenizer, args) for reward_of in reward_fns.values()], 1)
     weights = table.new_tensor(args.reward_weights or [1.0] * len(reward_fns))
@@ -634,7 +631,6 @@ def rollout_stats(rollout, args):
     score = rollout.scores.mean()
     stats = {
         "objective/kl": kl,
-        "objective/kl_coef": torch.tensor(args.kl_coef),
         "objective/entropy": masked_sum(-rollout.old_logprobs, mask) / len(mask),  # from the sampled tokens
         "objective/non_score_reward": -args.kl_coef * kl,
         "objective/rlhf_reward": score - args.kl_coef * kl,
@@ -649,7 +645,7 @@ def rollout_stats(rollout, args):
         known = rewards[~rewards.isnan()]
         stats[f"rewards/{name}/mean"] = known.mean()
         stats[f"rewards/{name}/std"] = known.std()  # with Bessel's correction, as in TRL
-    return {name: x.item() for name, x in stats.items()}
+    return {name: x.item() for name, x in stats.items()} | {"objective/kl_coef": args.kl_coef}
 
 
 def evaluate(policy, reference, reward_fns, prompts, args):
@@ -658,14 +654,11 @@ def evaluate(policy, reference, reward_fns, prompts, args):
         return {}
     set_seed(make_seed(args.seed, 0))
     rollout = sample_batch(policy, prompts, args)
+    reread_logprobs(policy, rollout, args)
     rollout.ref_logprobs = read_logprobs(reference, rollout, args)
     rollout.kl = rollout.old_logprobs - rollout.ref_logprobs
     score_batch(rollout, reward_fns, policy.tokenizer, args)
     stats = rollout_stats(rollout, args)
-    if not stats["objective/scores_std"]:
-        tqdm.write("all held-out responses have the same score: nothing can be learned (see --reward-fn)")
-    if stats["val/eos_share"] < 0.5:
-        tqdm.write(f"only {stats['val/eos_share']:.0%} of the held-out responses end: see --response-length")
     return {f"eval/{name}": x for name, x in stats.items()}
 
 
@@ -723,6 +716,7 @@ def load_reward_model(args, policy):
     b = AutoTokenizer.from_pretrained(args.reward_model)
     has_same_tokens = a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
     if not has_same_tokens or b.chat_template not in (None, a.chat_template):
+        print("the reward model has other tokens: it reads texts, and the critic starts from the policy")
         return None
     model = load_model(AutoModelForSequenceClassification, args.reward_model)
     is_known = model.config.num_labels == 1 and hasattr(model, "score")
@@ -801,14 +795,14 @@ def load_function(spec, flag):
 
 @cache
 def run_file(path):
-    """Runs a Python file once, and returns what it defines. It finds the modules beside it, before those beside files
-    that were run earlier; libraries find none of them."""
+    """Runs a Python file once, and returns what it defines. It finds the modules beside it, and neither those beside
+    another such file nor, in place of a library, those of any."""
     before = set(sys.modules)
     sys.path.insert(0, str(path.parent))
     members = runpy.run_path(str(path), run_name=path.stem)
     sys.path.append(sys.path.pop(0))
     for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(path.parent)):
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == path.parent:
             del sys.modules[name]
     return members
 
@@ -833,7 +827,7 @@ def function_reward(function, rollout, tokenizer, args):
         columns["completions"] = [[message] for message in messages]
     with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
         returned = function(**columns)
-    return all_gather(read_rewards(returned, len(r.examples), function.__name__).to(args.device))
+    return all_gather(read_rewards(returned, len(r.examples), getattr(function, "__name__", function)).to(args.device))
 
 
 def read_rewards(returned, n, name):
@@ -901,7 +895,7 @@ def check_name(name, flag):
 
 def read_rows(args, split):
     """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub; [] if there is no test split. All rows have the same columns: None where the file has no value. train[:9] is
+    hub; [] if there is no validation. All rows have the same columns: None where the file has no value. train[:9] is
     the first nine rows."""
     name = args.dataset
     check_name(name, "--dataset")
@@ -915,7 +909,7 @@ def read_rows(args, split):
         import datasets
 
         splits = dict.fromkeys(datasets.get_dataset_split_names(name, args.dataset_config), path)
-    if part not in splits and split != args.dataset_train_split:
+    if part not in splits and split in (None, "validation"):
         return []
     require(part in splits, f"{name} has no {part}.jsonl or {part}.parquet, only the splits {list(splits)}")
     file = splits[part]
@@ -927,7 +921,7 @@ def read_rows(args, split):
         require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
         rows = datasets.load_dataset(name, args.dataset_config, split=part).to_list()
     if file.suffix != ".jsonl":
-        rows = json.loads(json.dumps(rows), object_hook=without_nulls)  # at any depth
+        rows = json.loads(json.dumps(rows, default=str), object_hook=without_nulls)  # at any depth; dates as texts
     rows = rows[: int(end[:-1])] if end else rows
     require(rows, f"{file} has no rows")
     SOURCES[split] = f"{len(rows)} rows of {file}"
@@ -954,8 +948,7 @@ def check_messages(messages, last):
         is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
         require(is_message, f"a message has a role and a content, but this is {message!r:.60}")
         require(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
-        is_text = isinstance(message["content"], str) and message["content"].strip()
-        require(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
+        check_text(message["content"], "content")
     require(messages[-1]["role"] == last, f"the last message is not one of the {last}")
 
 
@@ -1174,6 +1167,14 @@ def gathered(model, args):
         module.reshard()
 
 
+def print_outlook(scores_std, ended_share):
+    """Says if a first evaluation shows that a run can hardly learn."""
+    if scores_std == 0:
+        print("all held-out responses have the same score: there is nothing to learn from (see --reward-fn)")
+    if ended_share < 0.5:
+        print(f"only {ended_share:.0%} of the held-out responses end: see --response-length")
+
+
 def clip_gradient(parameters, max_norm):
     """Clips the gradient, which is averaged over processes, to max_norm, and returns its norm before."""
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -1195,6 +1196,7 @@ class Run:
         self.stop_requested = False
         self.saved_at = time.time()
         self.shown = {}  # metrics beside the bar
+        self.lines = []  # of metrics.jsonl, before the first step is made
         self.output = Path(args.output_dir)  # only process 0 writes to it
         self.lock = FileLock(self.output / ".lock")  # until the process ends
         if not RANK:
@@ -1215,8 +1217,8 @@ class Run:
         if args.track:
             import wandb
 
-            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": asdict(args)}
-            self.wandb = wandb.init(**options)
+            name = self.output.name
+            self.wandb = wandb.init(id=name, resume="allow", dir=self.output, config=asdict(args))
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
@@ -1251,8 +1253,11 @@ class Run:
         self.bar.update(self.step - self.bar.n)
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
+            self.lines.append(json.dumps(line) + "\n")
+        if not RANK and self.step:
             with open(self.output / "metrics.jsonl", "a") as file:
-                print(json.dumps(line), file=file)
+                file.writelines(self.lines)
+            self.lines = []
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
