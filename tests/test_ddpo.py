@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
-from runs import run, slow_but, untimed, watch
+from runs import run, untimed, watch
 from safetensors.torch import load_file
 from shapes import PROMPTS, TOY, UNET, close, flat, random, step, toy_chain, toy_rollout, trained
 from sources import ROOT
@@ -51,42 +51,8 @@ def test_a_step_is_that_of_diffusers(kind, config):
         close(std[i].item(), eta * variance**0.5, rtol=1e-4)
 
 
-SCHEDULERS = {  # with files that say little, and nothing of `clip_sample`
-    "EulerDiscreteScheduler": [751, 501, 251, 1],
-    "DPMSolverMultistepScheduler": [751, 501, 251, 1],
-    "PNDMScheduler": [751, 501, 251, 1],
-    "DDIMScheduler": [999, 749, 499, 249],
-}
-
-
 def pipeline_of(folder):
     return StableDiffusionPipeline.from_pretrained(folder, safety_checker=None, requires_safety_checker=False)
-
-
-@pytest.mark.parametrize("name", slow_but(["DDIMScheduler"], SCHEDULERS))
-def test_other_schedulers(name, tmp_path):
-    """Latents are not clipped, each step leads to the time of the next one, and the run leaves the scheduler that it
-    found."""
-    shutil.copytree(TOY, tmp_path / "sd")
-    index = (tmp_path / "sd/model_index.json").read_text()
-    (tmp_path / "sd/model_index.json").write_text(index.replace("DDIMScheduler", name))
-    config = {"_class_name": name, "beta_start": 1e-3, "beta_end": 0.02}
-    if name == "DDIMScheduler":
-        config["timestep_spacing"] = "trailing"
-    (tmp_path / "sd/scheduler/scheduler_config.json").write_text(json.dumps(config))
-    chain, args = toy_chain(tmp_path / "sd")
-    assert chain.timesteps.tolist() == SCHEDULERS[name]
-    times = torch.tensor([*SCHEDULERS[name], 0])
-    alphas = chain.pipe.scheduler.alphas_cumprod[times].view(5, 1, 1, 1)
-    image, noise = random(2, 4, 1, 8, 8)
-    image *= 4
-    x = alphas[:-1].sqrt() * image + (1 - alphas[:-1]).sqrt() * noise
-    mean, _ = ddpo.ddim_step(chain.pipe.scheduler, noise, times[:-1], x, 1e-6)
-    close(mean[:3], (alphas[1:].sqrt() * image + (1 - alphas[1:]).sqrt() * noise)[:3], atol=0.02)
-    run(ddpo, tmp_path / "run", model=str(tmp_path / "sd"), **TINY | dict(num_epochs=1))
-    expected, left = (pipeline_of(tmp_path / folder).scheduler for folder in ("sd", "run"))
-    assert type(left) is type(expected)
-    assert all(left.config[key] == value for key, value in expected.config.items() if not key.startswith("_"))
 
 
 # --- Ratio and KL -----------------------------------------------------------------------------------------------------
@@ -148,14 +114,6 @@ def test_the_kl_in_the_loss():
     close((loss_at(weights + change) - loss_at(weights - change)) / 2e-3, gradient.norm(), rtol=0.02)
 
 
-def other_schedule(folder, **config):
-    shutil.copytree(TOY, folder)
-    file = folder / "scheduler/scheduler_config.json"
-    config = json.loads(file.read_text()) | config
-    file.write_text(json.dumps(config))
-    return folder
-
-
 def test_a_last_step_without_noise_is_left_out(tmp_path, monkeypatch):
     """It has no density; all others are trained on, and no metric is NaN."""
     times = []
@@ -165,7 +123,9 @@ def test_a_last_step_without_noise_is_left_out(tmp_path, monkeypatch):
             times.extend(t.tolist())
 
     watch(monkeypatch, ddpo, "ddim_step", note)
-    model = other_schedule(tmp_path / "sd", set_alpha_to_one=True)
+    model = shutil.copytree(TOY, tmp_path / "sd")
+    file = model / "scheduler/scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(set_alpha_to_one=True)))
     lines = run(ddpo, tmp_path / "run", model=str(model), kl_coef=0.1, **TINY)
     first, second, _ = toy_chain(model, sample_num_steps=3)[0].timesteps.tolist()
     assert Counter(times) == {first: 16, second: 16}
@@ -223,8 +183,8 @@ def test_what_is_no_list_of_numbers_is_refused():
     """A text has letters, and a dict keys, which would count as rewards."""
     chain, args = toy_chain()
     part = toy_rollout(chain, args, images=2)
-    wrong = ["12", {"1": "good", "2": "bad"}, [1.0], [1.0, None], np.ones(3), [[0.0], [1.0]], np.ones((2, 1)), None]
-    for returned in [*wrong, [1.0, math.nan], [1.0, "2"]]:
+    wrong = ["12", {"1": 1, "2": 2}, [1.0], [1.0, None], np.ones((2, 1)), None, [1.0, math.nan], [1.0, "2"]]
+    for returned in wrong:
         with pytest.raises(SystemExit, match="^error: .*<lambda>"):
             ddpo.image_rewards(lambda *_, x=returned: x, part, args)
 
@@ -259,25 +219,20 @@ def test_stable_diffusion_in_small(tmp_path):
     unet = UNet2DConditionModel(8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, **attention)
     vae = AutoencoderKL(block_out_channels=(4, 8), norm_num_groups=4, **blocks)
     pipe = pipeline_of(TOY)
-    pipe.register_modules(unet=unet, vae=vae)
-    pipe.register_modules(
-        scheduler=PNDMScheduler(beta_start=8.5e-4, beta_end=0.012, skip_prk_steps=True, steps_offset=1)
-    )
+    scheduler = PNDMScheduler(beta_start=8.5e-4, beta_end=0.012, skip_prk_steps=True, steps_offset=1)
+    pipe.register_modules(unet=unet, vae=vae, scheduler=scheduler)
     model = str(tmp_path / "sd")
     pipe.save_pretrained(model)
     chain, args = toy_chain(model, sample_guidance_scale=5.0)
+    assert chain.timesteps.tolist() == [751, 501, 251, 1]
     rollout = toy_rollout(chain, args, 4)
-    assert rollout.latents.shape == (4, 5, 4, 8, 8)
     decoded = vae.decode(rollout.latents[:, -1] / 0.18215).sample
-    expected = pipe.image_processor.postprocess(decoded, output_type="pt")
-    assert expected.shape == (4, 3, 16, 16)
-    close(rollout.images, expected.detach(), atol=1e-5)
-
+    close(rollout.images, pipe.image_processor.postprocess(decoded, output_type="pt").detach(), atol=1e-5)
     reward_fn = (str(ROOT / "rewards/jpeg.py:compressibility"),)
     lines = run(ddpo, tmp_path / "run", model=model, reward_fn=reward_fn, lora_r=2, sample_guidance_scale=5.0, **KL)
-    assert lines[0]["reward_std"] > 0
-    assert lines[0]["objective/kl"] < 1e-6 < lines[1]["objective/kl"]
-    assert isinstance(pipeline_of(tmp_path / "run").vae, AutoencoderKL)
+    assert lines[0]["reward_std"] > 0 and lines[0]["objective/kl"] < 1e-6 < lines[1]["objective/kl"]
+    left = pipeline_of(tmp_path / "run")
+    assert isinstance(left.vae, AutoencoderKL) and isinstance(left.scheduler, PNDMScheduler)
 
 
 @pytest.mark.slow
@@ -289,15 +244,8 @@ def test_an_adapter_alone_is_trained_and_saved(tmp_path):
     (file,) = tmp_path.glob("checkpoints/*.pt")
     assert all("lora" in name for name in torch.load(file)["weights"])
 
-    after = load_file(tmp_path / UNET)
-    before = load_file(TOY / UNET)
-    moved = [name for name in before if not torch.equal(before[name], after[name])]
-    assert moved
-    assert all(any(layer in name for layer in ("to_q.", "to_k.", "to_v.", "to_out.")) for name in moved)
-
     def drawn(pipe):
-        noise = random(2, 1, 8, 8)
-        options = dict(num_inference_steps=3, guidance_scale=1.0, latents=noise, output_type="np")
+        options = dict(num_inference_steps=3, guidance_scale=1.0, latents=random(2, 1, 8, 8), output_type="np")
         return torch.tensor(pipe(PROMPTS[:2], **options).images)
 
     pipe = pipeline_of(TOY)

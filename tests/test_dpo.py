@@ -75,11 +75,8 @@ def test_evaluation_by_hand(more, tmp_path):
     tests = toy_rows("preferences", "validation", 12)
     model = write_model(tmp_path / "model", "dropout")
     data = write_data(tmp_path / "data", train=toy_rows("preferences", "train", 28), validation=tests)
-    given = (
-        SETTINGS
-        | dict(beta=0.3, label_smoothing=0.1, max_length=64, max_prompt_length=40, model=model, dataset=data)
-        | more
-    )
+    given = SETTINGS | dict(beta=0.3, label_smoothing=0.1, max_length=64, max_prompt_length=40) | more
+    given |= dict(model=model, dataset=data)
     with torch.enable_grad():
         lines = run(dpo, tmp_path / "run", **given)
         again = run(dpo, tmp_path / "again", precompute_ref=True, **given)
@@ -113,14 +110,7 @@ def test_other_losses_by_hand(name, losses, tokenizer):
         assert torch.cat(dpo.completion_logps(model, [pair], args)).tolist() == pytest.approx(sums, rel=1e-4)
 
 
-# --- learning
-
-
-@pytest.mark.slow
-def test_dpo_learns(tmp_path, clear_pairs):
-    """After 24 steps three seeds had a margin of 0.74 to 0.86 on unseen pairs."""
-    settings = dict(batch_size=8, learning_rate=1e-3, num_train_epochs=0.5)
-    assert run(dpo, tmp_path / "run", dataset=clear_pairs, **settings)[-1]["eval/rewards/margins"] > 0.3
+# --- batches
 
 
 def test_batches_of_similar_length_in_random_order():

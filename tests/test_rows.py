@@ -36,9 +36,7 @@ def start(tmp_path_factory):
     """start(script, rows or a path, template, changes of the tokenizer) runs a script on rows; it gives the tokens that
     models have read."""
     folder = tmp_path_factory.mktemp("rows")
-    (folder / "r.py").write_text(
-        "def f(completion_ids, **_):\n    return [float(sum(ids)) for ids in completion_ids]\n"
-    )
+    (folder / "r.py").write_text("def f(completion_ids, **_):\n    return [float(sum(ids)) for ids in completion_ids]")
 
     def call(name, rows, template=TEMPLATE, changes={}, **settings):
         model = folder / f"model{hash(template)}{hash(str(changes))}"
@@ -72,26 +70,21 @@ def read_as(text):
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 ASKED, OK, NO = "user: The film?<|end|>\nassistant:", " Good.<|end|>", " Bad.<|end|>"
 SO = "user: So?<|end|>\nassistant: So.<|end|>\n"
+QUESTION, TALK, BOTH = talk("The film?"), talk("So?", "So.", "The film?"), [ASKED + OK, ASKED + NO]
+AFTER_SO = [SO + text for text in BOTH]
+WITH_TOOLS = f"tools: {json.dumps(TOOLS)}\n{ASKED} (quiet)"
 GOOD, BAD = "The film is good.<|end|>", "The film is bad.<|end|>"
 FORMS = {  # scripts, row, texts that their models read
     "a prompt": (OF_PROMPTS, dict(prompt="The film", answer=None), ["The film"]),
-    "messages": (OF_PROMPTS, dict(prompt=talk("The film?"), tools=None, chat_template_kwargs=None), [ASKED]),
-    "tools and options": (
-        OF_PROMPTS,
-        dict(prompt=talk("The film?"), tools=TOOLS, chat_template_kwargs={"quiet": True}),
-        [f"tools: {json.dumps(TOOLS)}\n{ASKED} (quiet)"],
-    ),
-    "messages and completion": (OF_TEXTS, dict(prompt=talk("The film?"), completion=say("Good.")), [ASKED + OK]),
+    "messages": (OF_PROMPTS, dict(prompt=QUESTION, tools=None, chat_template_kwargs=None), [ASKED]),
+    "tools": (OF_PROMPTS, dict(prompt=QUESTION, tools=TOOLS, chat_template_kwargs={"quiet": True}), [WITH_TOOLS]),
+    "messages and completion": (OF_TEXTS, dict(prompt=QUESTION, completion=say("Good.")), [ASKED + OK]),
     "a pair": (OF_PAIRS, dict(prompt="The film", chosen=" is good.", rejected=" is bad."), [GOOD, BAD]),
-    "a pair of messages": (
-        OF_PAIRS,
-        dict(prompt=talk("The film?"), chosen=say("Good."), rejected=say("Bad.")),
-        [ASKED + OK, ASKED + NO],
-    ),
+    "a pair of messages": (OF_PAIRS, dict(prompt=QUESTION, chosen=say("Good."), rejected=say("Bad.")), BOTH),
     "two conversations": (
         OF_PAIRS,
-        dict(chosen=talk("So?", "So.", "The film?", "Good."), rejected=talk("So?", "So.", "The film?", "Bad.")),
-        [SO + ASKED + OK, SO + ASKED + NO],
+        dict(chosen=TALK + say("Good."), rejected=TALK + say("Bad.")),
+        [SO + x for x in BOTH],
     ),
 }
 CASES = [(name, form) for form, (names, *_) in FORMS.items() for name in names]
@@ -110,10 +103,7 @@ def test_a_form_is_read_as_these_texts(name, form, start):
 PROMPT = dict(prompt=talk("The film?"))
 WRONG_MESSAGES = {  # in any column of messages
     "a text and messages": "The film?",
-    "one message": {"role": "user", "content": "The film?"},
     "null": None,
-    "ShareGPT": [{"from": "human", "value": "The film?"}],
-    "another role": [{"role": "human", "content": "The film?"}],
     "another key": [{"role": "user", "content": "The film?", "name": "Eve"}],
     "content of parts": [{"role": "user", "content": [{"type": "text", "text": "The film?"}]}],
     "empty content": [{"role": "user", "content": " "}],
@@ -123,7 +113,6 @@ TEXT = dict(prompt="The film", completion=" is good.")
 CHAT = dict(messages=talk("The film?", "Good."))
 SAID = dict(prompt=talk("A?"), completion=say("B"))
 PAIR = dict(prompt="The film", chosen=" is good.", rejected=" is bad.")
-PAIR_OF_CHATS = dict(prompt=talk("A?"), chosen=say("B"), rejected=say("C"))
 TALKS = dict(chosen=talk("The film?", "Good."), rejected=talk("The film?", "Bad."))
 SYSTEM = [{"role": "system", "content": "Be brief."}, *talk("The film?")]
 SWAPS = dict(prompt="ball 2 -- 34 :")
@@ -137,29 +126,20 @@ WRONG += [  # scripts, what is wrong, three good rows, the wrong row, and settin
     (OF_PROMPTS, "the template refuses", PROMPT, dict(prompt=SYSTEM), dict(template=GRUMPY)),
     (OF_PROMPTS, "the template leaves out a message", PROMPT, dict(prompt=SYSTEM), dict(template=DEAF)),
     (OF_PROMPTS, "no chat template", dict(prompt="The film"), PROMPT, dict(template=None)),
-    (OF_PROMPTS, "a conversation as JSON", SWAPS, dict(prompt=json.dumps(talk("The film?")))),
     (OF_PROMPTS, "an unknown word", SWAPS, dict(prompt="ball 2 -- zebra :"), dict(model="toy/shells/sft")),
-    (OF_TEXTS, "no completion", TEXT, dict(prompt="The film")),
     (OF_TEXTS, "an empty completion", TEXT, TEXT | dict(completion="")),
     (OF_TEXTS, "a space of the prompt joins the completion", TEXT, dict(prompt="The film ", completion="is good.")),
-    (OF_TEXTS, "another column", dict(text="The film"), dict(words="The film")),
-    (OF_TEXTS, "no object", dict(text="The film"), ["The film"]),
     (OF_TEXTS, "no answer", CHAT, dict(messages=talk("The film?"))),
     (OF_TEXTS, "ShareGPT", CHAT, dict(messages=[*talk("The film?"), {"from": "gpt", "value": "It is good."}])),
-    (OF_TEXTS, "a conversation as JSON", CHAT, dict(messages=json.dumps(talk("The film?", "Good.")))),
     (OF_TEXTS, "a prompt as JSON", TEXT, TEXT | dict(prompt=json.dumps(talk("The film?")))),
     (OF_TEXTS, "the user completes", SAID, SAID | dict(completion=talk("B"))),
     (OF_TEXTS, "the prompt again", TEXT, TEXT | dict(completion="The film is good.")),
     (OF_TEXTS, "a label", TEXT, TEXT | dict(label=False)),
-    (OF_TEXTS, "an unknown word", dict(text="ball 2"), dict(text="ball zebra"), dict(model="toy/shells/sft")),
     (OF_PAIRS, "an empty side", PAIR, PAIR | dict(rejected="")),
     (OF_PAIRS, "the same twice", PAIR, PAIR | dict(rejected=" is good.")),
     (OF_PAIRS, "a space of the prompt", PAIR, dict(prompt="The film ", chosen="is good.", rejected="is bad.")),
     (OF_PAIRS, "the prompt again", PAIR, PAIR | dict(chosen="The film is good.", rejected="The film is bad.")),
-    (OF_PAIRS, "a prompt as JSON", PAIR, PAIR | dict(prompt=json.dumps(talk("The film?")))),
-    (OF_PAIRS, "a text for a row", PAIR, "The film"),
     (OF_PAIRS, "a margin of NaN", PAIR, PAIR | dict(margin=math.nan)),
-    (OF_PAIRS, "two answers", PAIR_OF_CHATS, PAIR_OF_CHATS | dict(chosen=talk("B", "C")[::-1])),
     (OF_PAIRS, "a text and messages", PAIR, PAIR | dict(chosen=say("Good."))),
     (OF_PAIRS, "no answer", TALKS, TALKS | dict(rejected=talk("The film?"))),
     (OF_PAIRS, "another beginning", TALKS, TALKS | dict(rejected=talk("The book?", "Bad."))),
@@ -192,21 +172,16 @@ def test_other_files_are_refused(file, text, name, tmp_path, start):
 # --- Files
 
 
-@pytest.mark.parametrize("form", ["parquet", "a folder of jsonl"])
-def test_files_and_their_splits(form, tmp_path, start, capsys):
-    """A file is the train split; in a folder, other files and folders are not read."""
-    rows = {"train": [{"text": "The film"}] * 4, "validation": [{"text": "I thought"}] * 4}
-    for split in rows:
-        if form.endswith("jsonl"):
-            write_rows(tmp_path / f"{split}.jsonl", rows[split])
-        else:
-            datasets.Dataset.from_list(rows[split]).to_parquet(tmp_path / f"{split}.parquet")
-    (tmp_path / "notes.csv").write_text("a,b\n1,2,3\n")
-    read = start("sft", tmp_path if form.startswith("a folder") else tmp_path / f"train.{form}")
-    assert is_in(read_as("The film"), read)
-    assert is_in(read_as("I thought"), read) == form.startswith("a folder")
-    suffix = form.split()[-1]
-    assert f"{tmp_path}/train.{suffix}" in capsys.readouterr().out
+def test_files_and_their_splits(tmp_path, start, capsys):
+    """A file is the train split; in a folder, other files are not read."""
+    write_rows(tmp_path / "train.jsonl", [{"text": "The film"}] * 4)
+    write_rows(tmp_path / "validation.jsonl", [{"text": "I thought"}] * 4)
+    datasets.Dataset.from_list([{"text": "The film"}] * 4).to_parquet(tmp_path / "one.parquet")
+    for source, file in ((tmp_path, "train.jsonl"), (tmp_path / "one.parquet", "one.parquet")):
+        read = start("sft", source)
+        assert is_in(read_as("The film"), read)
+        assert is_in(read_as("I thought"), read) == (source == tmp_path)
+        assert f"{tmp_path}/{file}" in capsys.readouterr().out
 
 
 def test_a_parquet_file_is_read_as_its_rows_were_written(tmp_path, start):
@@ -246,15 +221,13 @@ def test_a_response_keeps_its_first_space(tmp_path, start):
     policy.resize_token_embeddings(len(tokenizer))
     for part in (policy, tokenizer):
         part.save_pretrained(tmp_path / "model")
-    (tmp_path / "r.py").write_text(
-        "import transformers\n\n"
-        f"t = transformers.AutoTokenizer.from_pretrained({str(tmp_path / 'model')!r})\n\n\n"
-        "def f(prompts, completions, completion_ids, **_):\n"
-        "    for x, y, ids in zip(prompts, completions, completion_ids):\n"
-        "        first = t.convert_ids_to_tokens(ids[0])\n"
-        "        assert y.startswith(' ') == first.startswith('▁') or first in t.all_special_tokens\n"
-        "        assert x + y == t.decode(t(x)['input_ids'] + ids, skip_special_tokens=True)\n"
-        "    return [float(y.startswith(' ')) for y in completions]\n"
-    )
+    (tmp_path / "r.py").write_text(f"""import transformers
+t = transformers.AutoTokenizer.from_pretrained({str(tmp_path / "model")!r})
+def f(prompts, completions, completion_ids, **_):
+    for x, y, ids in zip(prompts, completions, completion_ids):
+        first = t.convert_ids_to_tokens(ids[0])
+        assert y.startswith(" ") == first.startswith("▁") or first in t.all_special_tokens
+        assert x + y == t.decode(t(x)["input_ids"] + ids, skip_special_tokens=True)
+    return [float(y.startswith(" ")) for y in completions]""")
     rows = [{"prompt": text} for text in ("I thought", "The film", "My queen told me", "What")]
     start("ppo", rows, model=str(tmp_path / "model"), reward_fn=(f"{tmp_path}/r.py:f",), batch_size=16)

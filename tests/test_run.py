@@ -39,8 +39,9 @@ def settings_of(tiny):
 
     def make(name):
         known = vars(script(name).Args())
-        settings = dict(num_sample_generations=0, save_steps=1, save_total_limit=9) | tiny[name] | EVERYTHING[name]
-        return {"device": "cpu"} | {key: x for key, x in settings.items() if key in known}
+        settings = dict(num_sample_generations=0, num_eval_prompts=0, save_steps=1, save_total_limit=9, device="cpu")
+        settings |= tiny[name] | EVERYTHING[name]
+        return {key: x for key, x in settings.items() if key in known}
 
     return make
 
@@ -58,29 +59,20 @@ def whole(settings_of, tmp_path_factory):
     return make
 
 
-def kill(folder, copy, step):
-    """A copy of a run as it stands when it is killed in the step after `step`, while it writes a line."""
-    cut(folder, copy, step)
-    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copy / "metrics.jsonl").write_text("".join(lines[: step + 1]) + lines[0][:20])
-    for file in copy.rglob("*model.safetensors"):
-        if "checkpoints" not in file.parts:
-            file.unlink()
-    (copy / "README.md").unlink()
-    return copy
-
-
 # --- Killed and resumed
 
 
-QUICK = [("ppo", 1), ("sft", 1)]
-STEPS = slow_but(QUICK, [(name, 1) for name in NAMES] + [("ppo", 99)])
+STEPS = slow_but([("ppo", 1), ("sft", 1)], [*((name, 1) for name in NAMES), ("ppo", 99)])
 
 
 @pytest.mark.parametrize(("name", "step"), STEPS)
 def test_resumed_equals_uninterrupted(name, step, whole, tmp_path):
     """Killed while a checkpoint was written, after step 1, or when all steps were made."""
-    copy = kill(whole(name), tmp_path / "cut", step)
+    copy = cut(whole(name), tmp_path / "cut", step)
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[: step + 1]) + lines[0][:20])
+    for file in copy.rglob("*model.safetensors"):
+        file.unlink()
     (copy / "checkpoints/unfinished.pt").write_bytes(b"half of a")
     main(name, "--resume", copy)
     assert_same_run(copy, whole(name))
@@ -88,21 +80,20 @@ def test_resumed_equals_uninterrupted(name, step, whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo", "ddpo"])
-def test_killed_while_it_writes_a_checkpoint(name, whole, settings_of, tmp_path):
+def test_killed_while_it_writes_a_checkpoint(whole, settings_of, tmp_path):
     """It goes on from the one before, and draws its curves."""
     folder = tmp_path / "run"
-    process = fork(os.devnull, main, name, *words_of(**settings_of(name), output_dir=folder))
+    process = fork(os.devnull, main, "ppo", *words_of(**settings_of("ppo"), output_dir=folder))
     while process.is_alive():
         made = checkpoints(folder)
         if made and (folder / "checkpoints/unfinished.pt").exists() or len(made) == 2:
             process.kill()
         time.sleep(0.001)
-    resumed = fork(os.devnull, main, name, "--resume", folder)
+    resumed = fork(os.devnull, main, "ppo", "--resume", folder)
     resumed.join()
     assert (process.exitcode, resumed.exitcode) == (-signal.SIGKILL, 0)
-    assert_same_run(folder, whole(name))
-    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG") or name == "ddpo"
+    assert_same_run(folder, whole("ppo"))
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -127,10 +118,10 @@ def test_a_full_disk_loses_nothing(name, whole, settings_of, tmp_path, monkeypat
     assert_same_run(folder, whole(name))
 
 
-OF_ADAM = {
-    "ppo": "--weight-decay 0.5 --adam-betas 0.8 0.9 --adam-epsilon 1e-6",
-    "sft": "--weight-decay 0.5",
-    "ddpo": "--train-adam-weight-decay .5 --train-adam-beta1 .8 --train-adam-beta2 .9 --train-adam-epsilon 1e-6",
+LONGER = {
+    "ppo": "--total-episodes 32 --weight-decay 0.5 --adam-betas 0.8 0.9 --adam-epsilon 1e-6",
+    "sft": "--num-train-epochs 2 --weight-decay 0.5",
+    "ddpo": "--num-epochs 4 --train-adam-weight-decay .5 --train-adam-beta1 .8 --train-adam-beta2 .9",
 }
 
 
@@ -140,16 +131,15 @@ def test_a_finished_run_becomes_a_longer_one(name, whole, tmp_path, monkeypatch)
     copy = tmp_path / "more"
     shutil.copytree(whole(name), copy)
     before = untimed(lines_of(copy))
-    counts = {"ddpo": ("--num-epochs", 4)} | dict.fromkeys(("sft", "dpo", "reward_model"), ("--num-train-epochs", 2))
-    words = [*counts.get(name, ("--total-episodes", 8 * (len(before) + 1))), *OF_ADAM[name].split()]
+    words = LONGER[name].split()
     groups = []
     watch(monkeypatch, script(name).Run, "finish", lambda _, run: groups.extend(run.optimizer.param_groups))
     main(name, "--resume", copy, *words)
-    state = groups[0]
-    assert state["weight_decay"] == 0.5 and (name == "sft" or (*state["betas"], state["eps"]) == (0.8, 0.9, 1e-6))
+    assert groups[0]["weight_decay"] == 0.5 and (name == "sft" or tuple(groups[0]["betas"]) == (0.8, 0.9))
+    assert name != "ppo" or groups[0]["eps"] == 1e-6
     assert untimed(lines_of(copy))[: len(before)] == before and len(lines_of(copy)) > len(before)
     old, new = (json.loads((folder / "args.json").read_text()) for folder in (whole(name), copy))
-    flags = {word[2:].replace("-", "_") for word in words if str(word).startswith("--")}
+    flags = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
     assert {key for key in old if old[key] != new[key]} <= {"resume", "output_dir", *flags}
 
 
@@ -157,8 +147,7 @@ def test_a_checkpoint_with_other_weights_is_refused(whole, tmp_path):
     copy = cut(whole("ppo"), tmp_path / "copy", 1)
     (file,) = copy.glob("checkpoints/*")
     state = torch.load(file)
-    state["weights"] = {f"old.{name}": x for name, x in state["weights"].items()}
-    torch.save(state, file)
+    torch.save(state | {"weights": {f"old.{name}": x for name, x in state["weights"].items()}}, file)
     with pytest.raises(SystemExit, match="^error: "):
         main("ppo", "--resume", copy)
 
@@ -218,7 +207,7 @@ def test_a_signal_ends_the_run_after_its_step(name, number, whole, settings_of, 
 
 
 def test_signals_that_are_ignored_or_come_late(tiny, tmp_path, monkeypatch):
-    """nohup ignores SIGHUP for a run. While the model is saved, a signal ends the program as it ends any other."""
+    """nohup ignores SIGHUP. While the model is saved, a signal ends the program as it ends any other."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     usual, late = signal.getsignal(signal.SIGINT), []
     watch(monkeypatch, script("sft").Run, "log", lambda *_: os.kill(os.getpid(), signal.SIGHUP))
@@ -266,15 +255,6 @@ def test_a_stream_may_lack_a_letter(tmp_path, monkeypatch):
     file = write_rows(tmp_path / "电影.jsonl", [{"text": "电影"}] * 4)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "cp1252"))
     execute("sft", "--dataset", file, "--batch-size", 4, "--device", "cpu", "--output-dir", tmp_path / "run")
-
-
-def test_an_error_has_a_line_of_its_own(tiny, tmp_path):
-    """The progress bar ends before it."""
-    (tmp_path / "r.py").write_text("sizes = [1, 8]\n\ndef f(**_):\n    return [0.0] * sizes.pop()\n")
-    settings = tiny["ppo"] | dict(device="cpu", output_dir=tmp_path / "run", reward_fn=f"{tmp_path}/r.py:f")
-    process = fork(tmp_path / "said", execute, "ppo", *words_of(**settings))
-    process.join()
-    assert b"\nerror: " in (tmp_path / "said").read_bytes()
 
 
 # --- Numbers
@@ -333,13 +313,10 @@ def test_programs_sample_from_a_model_as_the_run_did(name, change, tiny, tmp_pat
 
 def test_tables_and_a_card(tmp_path, tiny):
     """As many tables as asked for, the last at the end, and one of the first batch; a card says what made the model."""
-    settings = tiny["ppo"] | dict(reward_fn=(GOLD,))
-    for number, steps in {0: [], 1: [1, 3]}.items():
-        folder = tmp_path / str(number)
-        run("ppo", folder, **settings | dict(num_sample_generations=number))
-        assert_same_run(tmp_path / "0", folder)
-        files = folder.glob("samples/step-*.safetensors")
-        assert sorted(int(file.stem.removeprefix("step-")) for file in files) == steps
+    folder = tmp_path / "run"
+    run("ppo", folder, **tiny["ppo"] | dict(reward_fn=(GOLD,), num_sample_generations=1))
+    files = folder.glob("samples/step-*.safetensors")
+    assert sorted(int(file.stem.removeprefix("step-")) for file in files) == [1, 3]
     card = (folder / "README.md").read_text()
     assert yaml.safe_load(card.split("---")[1])["tags"] == ["ppo"]
     assert "toy/sft" in card and tiny["ppo"]["dataset"] in card and str(ROOT) not in card

@@ -5,9 +5,7 @@ import shutil
 import sys
 
 import pytest
-import torch
-from runs import GOLD, NAMES, main, run, script, slow_but, watch, words_of, write_rows
-from sources import ROOT
+from runs import GOLD, NAMES, ON_PROMPTS, main, script, slow_but, words_of, write_rows
 from sources import lines_of as lines_of_file
 
 
@@ -41,11 +39,13 @@ OF_THREE = [  # settings of ppo.py, rloo.py and grpo.py, and what the message sa
 WRONG = [(name, *case) for name in ("ppo", "rloo", "grpo") for case in OF_THREE]
 WRONG += [("rloo", dict(rloo_k=5), "5"), ("grpo", dict(num_generations=3), "3")]
 WRONG += [("sft", dict(model=None, lora_r=1), "lora"), ("dpo", dict(loss_type="ipo", label_smoothing=0.1), "label")]
-WRONG += [("grpo", dict(scale_rewards="mean", reward_fn=("FOLDER/r.py:negative",)), "scale-rewards")]
+WRONG += [
+    ("grpo", dict(scale_rewards="mean", reward_fn=("FOLDER/r.py:negative",), num_eval_prompts=0), "scale-rewards")
+]
 WRONG += [(name, dict(dataset_train_split="nosuch"), "validation") for name in ("ppo", "sft", "dpo")]
 WRONG += [(name, dict(dataset="toy/typo"), "toy/typo") for name in NAMES]
 WRONG += [(name, dict(model="./typo"), "typo") for name in NAMES]
-WRONG += [(name, dict(model="FOLDER/fp8"), "fp8") for name in NAMES if name != "ddpo"]
+WRONG += [(name, dict(model="FOLDER/fp8"), "fp8") for name in ON_PROMPTS]  # the others have the same function
 WRONG += [("agent", dict(credit="turn", scale_rewards="none"), "credit")]
 WRONG += [("dpo", dict(reference_free=True, precompute_ref=True), "precompute-ref")]
 WRONG += [("ddpo", dict(dataset="FOLDER/talk.jsonl"), "not a text"), ("ddpo", dict(dataset="FOLDER"), "no prompts")]
@@ -101,15 +101,6 @@ def test_default_learning_rates_and_sizes(monkeypatch):
     assert [choose(device=device).micro_batch_size for device in ("cpu", "cuda")] == [16, 8192 // (11 + 53)]
 
 
-@pytest.mark.parametrize("name, rate", [("dpo", 3.1e-4), ("reward_model", 7.2e-4)])
-def test_default_learning_rate_in_the_toy_world(name, rate, tiny, tmp_path, monkeypatch):
-    """It is the default of the short file."""
-    rates = []
-    watch(monkeypatch, script(name), "choose_sizes", lambda args, *_: rates.append(args.learning_rate))
-    run(name, tmp_path / "run", **tiny[name] | dict(learning_rate=None, model=f"{ROOT}/toy/sft"))
-    assert rates == [pytest.approx(rate, rel=0.02)]
-
-
 TRL_COMMAND = (
     "--dataset_name {0}/data --dataset_train_split descriptiveness --learning_rate 3e-6 --output_dir {0}/out "
     "--batch_size 64 --total_episodes 64 --missing_eos_penalty 1.0 "
@@ -128,15 +119,6 @@ def test_a_command_of_trls_pages_trains(tmp_path):
     args = json.loads((tmp_path / "out/args.json").read_text())
     names = "batch_size rloo_k response_length num_ppo_epochs cliprange kl_coef learning_rate"
     assert [args[name] for name in names.split()] == [64, 4, 6, 2, 0.1, 0.03, 3e-6]
-
-
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_a_line_says_that_bfloat16_is_slow_on_this_processor(is_fast, tiny, tmp_path, monkeypatch, capsys):
-    """On one without AVX-512 BF16, which computes in it bit by bit."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(["avx512_bf16", "amx_bf16"], is_fast))
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: is_fast)
-    run("sft", tmp_path / "run", bf16=True, **tiny["sft"])
-    assert ("--bf16" in capsys.readouterr().out) != is_fast
 
 
 def test_ppo_knows_trls_names_of_its_settings(monkeypatch):

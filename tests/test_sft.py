@@ -49,13 +49,7 @@ def read(tmp_path, rows, tokenizer=TOKENIZER, **settings):
     """The texts that are trained on, as (text without a loss, text with a loss)."""
     args = sft.Args(dataset=write_rows(tmp_path / "rows.jsonl", rows), device="cpu", **settings)
     texts = sft.load_texts(args, tokenizer, "train", 512)
-    assert all(ids.dtype == np.int32 and len(ids) == len(is_label) for ids, is_label in texts)
     return [(tokenizer.decode(ids[~is_label]), tokenizer.decode(ids[is_label])) for ids, is_label in texts]
-
-
-def talk(*words):
-    """A conversation in which user and assistant take turns."""
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(words)]
 
 
 def test_only_the_completion_and_its_end_have_a_loss(tmp_path):
@@ -66,23 +60,13 @@ def test_only_the_completion_and_its_end_have_a_loss(tmp_path):
     assert read(tmp_path, [{"text": "The film is a gem."}] * 1001) == [text] * 1001
 
 
-def test_each_answer_of_a_conversation_is_a_text(tmp_path):
-    """Or all of them together, with a loss on all tokens."""
-    tokenizer = make_tokenizer("qwen 2.5")
-    messages = talk("So?", "So.", "The film?", "It is good.")
-    heads = [tokenizer.apply_chat_template(messages[:n], tokenize=False, add_generation_prompt=True) for n in (1, 3)]
-    texts = [(heads[0], "So.<|im_end|>"), (heads[1], "It is good.<|im_end|>")]
-    assert read(tmp_path, [{"messages": messages}], tokenizer=tokenizer) == texts
-    whole = read(tmp_path, [{"messages": messages}], tokenizer=tokenizer, completion_only_loss=False)
-    assert whole == [("", "".join(texts[1]))]
-
-
 def test_a_template_that_changes_the_prompt_is_refused(tmp_path):
     """It opens <think> where the assistant is to answer, and does not write it before an answer."""
     tokenizer = make_tokenizer("qwen 2.5")
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>{% endif %}"
+    messages = [{"role": "user", "content": "The film?"}, {"role": "assistant", "content": "It is good."}]
     with pytest.raises(SystemExit, match="^error: row 1 of .*<think>"):
-        read(tmp_path, [{"messages": talk("The film?", "It is good.")}], tokenizer=tokenizer)
+        read(tmp_path, [{"messages": messages}], tokenizer=tokenizer)
 
 
 def test_evaluation_by_hand(tmp_path, tiny):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from by_hand import toy_rows
 from PIL import Image
-from runs import run
 from sources import ROOT, load, text_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizer, DistilBertConfig
 
@@ -92,14 +91,11 @@ def test_long_texts_earn_nothing_at_once():
 
 
 def test_sentiment():
-    """A lexicon: kind words are positive, their negation and unkind words are not. Each rule that a friendly sentence
-    breaks costs a third: a second sentence, no end, another topic, a long word twice."""
+    """Each rule that a friendly sentence breaks costs a third: a second sentence, no end, another topic, a long word
+    twice."""
     sentiment = pytest.importorskip("vaderSentiment") and importlib.import_module("rewards.sentiment")
-    kind, unkind, negated, plain = [
-        one(sentiment.polarity, [{"role": "assistant", "content": f"The sea is {words}."}])
-        for words in ("wonderful", "terrible", "not wonderful", "wet")
-    ]
-    assert kind > 0.4 and unkind < -0.4 and negated < 0 and abs(plain) < 0.2
+    message = [{"role": "assistant", "content": "The sea is terrible."}]
+    assert one(sentiment.polarity, message) == one(sentiment.polarity, "The sea is terrible.") < -0.4
     score = lambda text: one(sentiment.friendly_sentence, text, thing="sea")  # noqa: E731
     assert score("I love the sea!") == one(sentiment.polarity, "I love the sea!") > 0.4 > score("The sea is wet.") == 0
     assert score("The sea is wet. It is deep.") == score("The sea is") == score("It is wet.") == pytest.approx(-1 / 3)
@@ -198,21 +194,14 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "film", "is", "goo
 LABELS = ["NEGATIVE", "NEUTRAL", "POSITIVE"]
 
 
-@pytest.fixture
-def model(tmp_path):
+def test_the_score_is_the_logit_of_the_label(tmp_path):
+    """In a copy with another model; whatever else is in a batch; the last text is longer than the model reads."""
     (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
     labels = dict(id2label=dict(enumerate(LABELS)), label2id={name: i for i, name in enumerate(LABELS)})
-    sizes = dict(dim=16, n_layers=1, n_heads=2, hidden_dim=16, max_position_embeddings=32)
-    config = DistilBertConfig(vocab_size=len(WORDS), **sizes, **labels)
-    torch.manual_seed(0)
-    folder = tmp_path / "model"
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-    BertTokenizer(str(tmp_path / "vocab.txt"), model_max_length=32).save_pretrained(folder)
-    return folder
-
-
-def test_the_score_is_the_logit_of_the_label(model, tmp_path):
-    """In a copy with another model; whatever else is in a batch; the last text is longer than the model reads."""
+    sizes = dict(dim=16, n_layers=1, n_heads=2, hidden_dim=16, max_position_embeddings=32, vocab_size=len(WORDS))
+    classes, model = AutoModelForSequenceClassification, tmp_path / "model"
+    classes.from_config(DistilBertConfig(**sizes, **labels)).save_pretrained(model)
+    BertTokenizer(str(tmp_path / "vocab.txt"), model_max_length=32).save_pretrained(model)
     file = tmp_path / "classifier.py"
     file.write_text(text_of("rewards/classifier.py").replace("lvwerra/distilbert-imdb", str(model)))
     classifier = load(file)
@@ -224,10 +213,9 @@ def test_the_score_is_the_logit_of_the_label(model, tmp_path):
     expected = []
     for prompt, completion in zip(prompts, completions):
         inputs = tokenizer(prompt + completion, truncation=True, return_tensors="pt")
-        logits = AutoModelForSequenceClassification.from_pretrained(model)(**inputs).logits
+        logits = classes.from_pretrained(model)(**inputs).logits
         expected.append(logits[0, LABELS.index("POSITIVE")].item())
-    assert scores == pytest.approx(expected, abs=1e-5)
-    assert len(set(scores)) == 3
+    assert scores == pytest.approx(expected, abs=1e-5) and len(set(scores)) == 3
 
 
 ENDINGS = {  # what a template writes behind a message, and at the end of a conversation; what ends an answer
@@ -268,8 +256,3 @@ def test_a_reward_model_as_a_function(kind, tmp_path, monkeypatch):
     ours = load("rewards/model.py").score(asked, said)
     torch.testing.assert_close(torch.tensor(ours), theirs, rtol=0, atol=1e-4)
     assert theirs.std() > 0.1
-
-
-def test_ppo_points_to_it_for_a_model_with_several_labels(model, tmp_path, tiny):
-    with pytest.raises(SystemExit, match="rewards/classifier.py"):
-        run(ppo, tmp_path / "run", reward_model=str(model), **tiny["ppo"])
