@@ -73,9 +73,7 @@ def turn(node):
 
 def faults(text, function):
     """(line, old text, new text of the file) of all faults, in one function or in all."""
-    tops = [
-        top for top in ast.parse(text).body if isinstance(top, (ast.FunctionDef, ast.ClassDef)) and top.name != "Args"
-    ]
+    tops = [top for top in ast.parse(text).body if getattr(top, "name", "Args") != "Args"]
     todo = [node for top in tops for node in ast.walk(top) if isinstance(node, ast.FunctionDef)]
     lines = text.encode().splitlines(keepends=True)
     place = lambda line, column: sum(map(len, lines[: line - 1])) + column  # noqa: E731
@@ -126,15 +124,12 @@ def main():
     parser.add_argument("script")
     parser.add_argument("tests", nargs="+")
     parser.add_argument("--function", help="plant in this function alone, everything that can be turned")
-    parser.add_argument("--own", action="store_true", help="not in functions whose text other scripts have, too")
     parser.add_argument("--number", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     args, options = parser.parse_known_args()
     text = (ROOT / args.script).read_text("utf-8")
     drawn = list(faults(text, args.function))
-    if args.own:
-        drawn = [fault for fault in drawn if fault[0] <= text.split("# === From here on")[0].count("\n")]
     if not args.function:
         lines = sorted({line for line, *_ in drawn})  # a line with many places is as likely as one with few
         chance = random.Random(args.seed)

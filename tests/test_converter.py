@@ -8,8 +8,7 @@ from datetime import date
 
 import datasets
 import pytest
-from sources import ROOT, load
-from transformers import AutoTokenizer
+from sources import load
 
 data = load("recipes/data.py", "recipes_data")
 
@@ -118,14 +117,6 @@ def test_a_row_becomes(form, tmp_path):
     assert convert(tmp_path, [row], *flags) == [[expected], []]
     if form not in ("the prompt in it", "prompts by name"):
         assert convert(tmp_path, [expected]) == [[expected], []]
-
-
-def test_the_tokens_of_a_prompt_begin_those_of_the_whole(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    [row], _ = convert(tmp_path, [{"prompt": "The film ", "chosen": "is good.", "rejected": "is bad."}])
-    prompt = tokenizer(row["prompt"])["input_ids"]
-    for name in data.PAIR:
-        assert tokenizer(row["prompt"] + row[name])["input_ids"][: len(prompt)] == prompt
 
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather"}}]}

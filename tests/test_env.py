@@ -157,19 +157,16 @@ def test_the_calculator(calculator):
     assert problem.step("so #### 1200.") == ("", 1.0, True)
 
 
-SPOILER = """
 class Spoiler:
     def __init__(self, row):
         self.number = row["facts"].pop()
 
     def step(self, said):
         return "", float(self.number == 3), True
-"""
 
 
-def test_an_environment_may_spoil_its_row(tokenizer, tmp_path):
+def test_an_environment_may_spoil_its_row(tokenizer):
     """All of a group find the same one."""
-    (tmp_path / "e.py").write_text(SPOILER)
-    policy = Scripted(tokenizer, agent.load_function(f"{tmp_path}/e.py:Spoiler", "--env"), [65, tokenizer.eos_token_id])
+    policy = Scripted(tokenizer, Spoiler, [65, tokenizer.eos_token_id])
     row = PROBLEM | {"facts": [3]}
     assert policy.play([row] * 2).rewards.sum(1).tolist() == [1, 1] and row["facts"] == [3]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from by_hand import EOS, SETTINGS, TOKENIZER, agree, evaluated, ids_of, toy_rows, write_data, write_model
-from runs import lines_of, main, merged, run, watch, write_rows
+from runs import lines_of, main, merged, run, slow_but, watch, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -89,14 +89,19 @@ def classifier(folder):
     return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
 
 
-def test_evaluation_and_centred_rewards_by_hand(preferences, tmp_path, monkeypatch):
-    """Half of the texts without EOS. The table of the run shows rewards of the model that is saved."""
+KINDS = [("plain", {}), ("llama", {}), ("plain", {"lora_r": 2})]
+
+
+@pytest.mark.parametrize("kind, more", slow_but(KINDS[:1], KINDS))
+def test_evaluation_and_centred_rewards_by_hand(kind, more, preferences, tmp_path, monkeypatch):
+    """Half of the texts without EOS. The table of the run shows rewards of the model that is saved. The Llama has
+    dropout, which is off in evaluations."""
     drawn = []
     watch(monkeypatch, reward_model, "drop_eos", lambda *given: drawn.append(cut_off(*given)))
-    settings = SETTINGS | dict(eos_dropout=0.5, max_grad_norm=4.0, model=write_model(tmp_path / "plain", "plain"))
+    settings = SETTINGS | more | dict(eos_dropout=0.5, max_grad_norm=4.0, model=write_model(tmp_path / "model", kind))
     lines = run(reward_model, tmp_path / "run", **settings | dict(dataset=preferences.folder, num_sample_generations=1))
     assert 20 < sum(sum(map(sum, some)) for some in drawn) < 76
-    after = classifier(tmp_path / "run")
+    after = classifier(merged(tmp_path / "run") if more else tmp_path / "run")
     agree(evaluated(lines[-1]), evaluation(after, preferences.tests))
     assert torch.cat(rewards(after, preferences.rows)).mean().item() == pytest.approx(0, abs=1e-4)
     (table,) = (tmp_path / "run/samples").iterdir()
@@ -119,21 +124,6 @@ def test_a_longer_run_is_one_that_goes_on(preferences, tmp_path):
     bias = classifier(copy).config.reward_bias
     main(reward_model, "--resume", shutil.copytree(copy, tmp_path / "complete"))  # it has no step left
     assert classifier(tmp_path / "complete").config.reward_bias == bias
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, more", [("llama", {"eos_dropout": 1.0}), ("plain", {"lora_r": 2})])
-def test_rewards_of_other_models_are_centred(kind, more, preferences, tmp_path):
-    """The Llama has dropout, which is off in evaluations."""
-    model = write_model(tmp_path / "model", kind)
-    given = SETTINGS | more | dict(model=model, dataset=preferences.folder, save_total_limit=1, save_steps=1)
-    lines = run(reward_model, tmp_path / "run", **given)
-    folder = merged(tmp_path / "run") if "lora_r" in more else tmp_path / "run"
-    after = classifier(folder)
-    agree(evaluated(lines[-1]), evaluation(after, preferences.tests))
-    assert torch.cat(rewards(after, preferences.rows)).mean().item() == pytest.approx(0, abs=1e-4)
-    assert abs(after.config.reward_bias) > 0.01
-    assert after.config.architectures == [type(after).__name__]  # or further training would draw a new head
 
 
 # --- in other programs

@@ -114,7 +114,7 @@ def test_the_page_of_a_run(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     hostile = tokenizer.convert_tokens_to_ids(HOSTILE)
     nan = torch.nan
-    advantages = torch.tensor([[-3.0, 2.0, nan, torch.inf, 0.5, 0.123456], [1.0, 9.0, 9.0, 9.0, 9.0, 9.0]])
+    advantages = torch.tensor([[-3.0, 2.0, nan, torch.inf, 0.5, 0.123456], [1.0, *[9.0] * 5]])
     tensors = dict(advantages=advantages, alike=torch.tensor([[0.5], [-0.5]]), scores=torch.tensor([1.0, nan]))
     tensors |= dict(old_logprobs=-torch.ones(2, 6), loss_mask=torch.ones(2, 6, dtype=torch.bool))
     write_samples(tmp_path, 1, [hostile, hostile[:1]], **tensors)
