@@ -603,7 +603,7 @@ def load_rows(args):
     if path.exists():
         file = path / "train.jsonl" if path.is_dir() else path
         require(file.exists(), f"there is no {file}: recipes/data.py converts other files")
-        rows = parse(file.read_bytes().splitlines(), pydantic.TypeAdapter(dict).validate_json, file)
+        rows = parse(file.read_bytes().splitlines(), read_object, file)
     else:
         import datasets
 
@@ -678,6 +678,13 @@ def parse(rows, function, where):
             reason = str(error).removeprefix("error: ")
             sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
+
+
+def read_object(line):
+    """The row of a line of JSON."""
+    row = json.loads(line)
+    require(isinstance(row, dict), f"a row is an object with columns, but this is {row!r:.60}")
+    return row
 
 
 def check_name(name, flag):

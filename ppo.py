@@ -744,7 +744,8 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     sampled = args.local_rollout_forward_batch_size or 4 * rows
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    print(f"{num_updates} updates of {args.batch_size} responses: {sampled} sampled, {rows} trained on at once")
+    shown = min(sampled, args.batch_size), min(rows, args.batch_size)
+    print(f"{num_updates} updates of {args.batch_size} responses: %d sampled, %d trained on at once" % shown)
     sizes = {"learning_rate": rate, "micro_batch_size": rows, "local_rollout_forward_batch_size": sampled}
     return replace(args, **sizes)
 
@@ -914,7 +915,7 @@ def read_rows(args, split):
     require(part in splits, f"{name} has no {part}.jsonl or {part}.parquet, only the splits {list(splits)}")
     file = splits[part]
     if file.suffix == ".jsonl":
-        rows = parse(file.read_bytes().splitlines(), pydantic.TypeAdapter(dict).validate_json, file)
+        rows = parse(file.read_bytes().splitlines(), read_object, file)
     elif file.suffix == ".parquet":
         rows = pyarrow.parquet.read_table(file).to_pylist()
     else:
@@ -928,6 +929,13 @@ def read_rows(args, split):
     print(f"{split}: {SOURCES[split]}")
     columns = dict.fromkeys(column for row in rows for column in row)
     return [{column: row.get(column) for column in columns} for row in rows]
+
+
+def read_object(line):
+    """The row of a line of JSON."""
+    row = json.loads(line)
+    require(isinstance(row, dict), f"a row is an object with columns, but this is {row!r:.60}")
+    return row
 
 
 def without_nulls(x):
