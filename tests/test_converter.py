@@ -61,7 +61,6 @@ PAIR = {"prompt": "The film is", "chosen": " good.", "rejected": " bad."}
 TALKS = {"prompt": talk("Hi?"), "chosen": say("Good"), "rejected": say("Bad")}
 SYSTEM = [{"role": "system", "content": "S"}]
 WHOLE = {"chosen": GOOD, "rejected": BAD}
-OF_SYSTEM = {"chosen": SYSTEM + GOOD, "rejected": SYSTEM + BAD}
 FROM = [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Good"}]
 SHARED = [{"from": "system", "value": "S"}, *FROM]
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
@@ -80,22 +79,17 @@ FORMS = {  # a row of the user's, flags, and the row that the scripts read
     "completions": (filled("1 +", "1", id=3), [], filled("1 +", " 1")),
     "a space between": (filled("1 + ", "1"), [], filled("1 +", " 1")),
     "a line between": (filled("1:\n", "1"), [], filled("1:\n", "1")),
-    "an indent": (filled("f():", "\n  1"), [], filled("f():", "\n  1")),
-    "good completions": (filled("1 +", " 1", label=True), [], filled("1 +", " 1")),
     "the prompt in it": (filled("A film", "A film A film"), [], filled("A film", " A film")),
-    "another name": (filled("old", "1", q="1 +"), ["--prompt-column", "q"], filled("1 +", " 1")),
     "texts to messages": (filled("Hi? ", " A"), ["--chat", "S"], filled([*SYSTEM, *talk("Hi?")], say("A"))),
     "a text after messages": (filled(talk("Hi?"), "A"), [], filled(talk("Hi?"), say("A"))),
     "pairs": (PAIR | {"score": 3}, [], PAIR),
     "the prompt in a pair": (PAIR | {name: PAIR["prompt"] + PAIR[name] for name in data.PAIR}, [], PAIR),
     "pairs of conversations": (WHOLE, [], TALKS),
     "both": (WHOLE | {"prompt": "Hi?"}, [], TALKS),
-    "both, and a system message": (OF_SYSTEM | {"prompt": "Hi?"}, [], TALKS | {"prompt": SYSTEM + talk("Hi?")}),
     "transcripts": (TRANSCRIPTS, [], {"prompt": HH, "chosen": " Good", "rejected": " Bad"}),
     "transcripts to messages": (TRANSCRIPTS, ["--chat"], OF_HH),
     "conversations": (CHAT | {"id": 1}, [], CHAT),
     "an empty message": ({"messages": [SYSTEM[0] | {"content": ""}, *GOOD]}, [], CHAT),
-    "a developer": ({"messages": [SYSTEM[0] | {"role": "developer"}, *GOOD]}, [], {"messages": SYSTEM + GOOD}),
     "parts": ({"messages": talk(TEXT, "Good"), "tools": TOOLS}, [], CHAT | {"tools": TOOLS}),
     "ShareGPT's as JSON": ({"conversations": json.dumps(SHARED)}, [], {"messages": SYSTEM + GOOD}),
     "in another column": ({"items": FROM}, ["--messages-column", "items"], CHAT),
@@ -123,7 +117,6 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name
 REFUSED = {  # a row that fits, one that does not, flags, and what the sentence names
     "an empty text": ({"text": "A"}, {"text": " "}, [], "'text'"),
     "a number": ({"text": "A"}, {"text": 5}, [], "'text'"),
-    "an empty answer": (PAIR, PAIR | {"rejected": ""}, [], "'rejected'"),
     "equal answers": (PAIR, PAIR | {"rejected": "good. "}, [], "same"),
     "a question for an answer": (TALKS, TALKS | {"rejected": talk("Bad?")}, [], "assistant"),
     "different prompts": (WHOLE, WHOLE | {"rejected": talk("Ha?", "Bad")}, [], "prompt"),
@@ -142,10 +135,8 @@ REFUSED = {  # a row that fits, one that does not, flags, and what the sentence 
 }
 NO_MESSAGES = {
     "a number": talk(5),
-    "no role": [{"content": "Hi?"}],
     "a picture": talk([*TEXT, PICTURE]),
     "one message": {"role": "user", "content": "Hi?"},
-    "lists in a dict": {"role": ["user"], "content": ["Hi?"]},
     "Python": str(talk("Hi?")),
     "another role": [{"role": "tool", "content": "5"}, *talk("Hi?")],
 }
@@ -166,22 +157,18 @@ def test_a_row_that_does_not_fit(kind, tmp_path, capsys):
 FILES = {  # name, content, flags, and a word of the sentence
     "more cells": ("d.csv", b"prompt,x\nA,1\nIs it, good?,2\n", [], "row 2.*quote"),
     "fewer cells": ("d.csv", b"prompt,x\nA,1\nB\n", [], "row 2"),
-    "a name twice": ("d.csv", b"prompt,prompt\nA,1\n", [], "name"),
     "Latin-1": ("d.csv", "prompt\nA\nZürich\n".encode("latin-1"), [], "line 3.*UTF-8"),
-    "UTF-16": ("d.csv", "prompt\nA\n".encode("utf-16"), [], "line 1.*UTF-8"),
     "a broken line": ("d.jsonl", b'{"prompt": "A"}\n{"prompt": "B\n', [], "row 2.*JSON"),
     "no parquet": ("d.parquet", b"prompt\nA\n", [], "cannot be read"),
     "nothing": ("d.jsonl", b"\n", [], "no rows"),
     "another kind": ("d.xlsx", b"x", [], "xlsx|jsonl"),
     "unknown columns": ("d.csv", b"question,answer\nA,1\n", [], "question, answer.*--prompt-column"),
-    "no examples": ("d.csv", b"prompt,answer\nA,1\nB,\n", ["--examples", "2"], "--examples 2: 1 "),
     "answers of texts": ("d.csv", b"prompt,completion,x\nA,B,C\n", ["--answer-column", "x"], "--answer-column"),
     "a column that is not there": ("d.csv", b"text\nA\n", ["--prompt-column", "question"], "'question'.*text"),
     "a form that it has not": ("d.csv", b"prompt\nA\n", ["--form", "pairs"], "prompt"),
     "the name of an argument": ("d.csv", b"prompt,completions\nA,1\n", [], "completions"),
     "texts for a chat model": ("d.csv", b"text\nA\n", ["--chat"], "row 1.*--chat"),
     "none to train on": ("d.csv", b"text\nA\nB\n", ["--held-out", "2"], "--held-out"),
-    "none that fits": ("d.jsonl", b'{"text": ""}\n', ["--skip"], "no rows"),
 }
 
 

@@ -19,19 +19,8 @@ import tables  # noqa: E402
 PLACES = ("benchmarks", "experiments", "tools", "recipes", "tests", "tests/golden")
 FOLDERS = (".", "docs", "docs/diffs", "docs/findings", "lecture", "toy", "rewards", "exercises", *PLACES)
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
-OTHER_TOOLS = {
-    "--solutions": "pytest, in exercises/conftest.py",
-    "--nproc-per-node": "torchrun",
-    "--nnodes": "torchrun",
-    "--rdzv-endpoint": "torchrun",
-    "--index-url": "pip",
-    "--no-compile": "pip",
-    "--with-requirements": "uv",
-    "--to": "jupytext",
-    "--exclude": "hf",
-    "--private": "hf",
-    "--help": "all",
-}
+OTHER_TOOLS = "--solutions --nproc-per-node --nnodes --rdzv-endpoint --index-url --no-compile --with-requirements --to"
+OTHER_TOOLS = {*OTHER_TOOLS.split(), "--exclude", "--private", "--help"}  # torchrun, pip, uv, jupytext, hf
 of_pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 

@@ -42,15 +42,14 @@ TEXTS = dict(prompt="The film", chosen=" is good.", rejected=" is bad.")
 
 
 @pytest.mark.parametrize("module", [dpo, reward_model], ids=lambda module: module.__name__)
-def test_pairs_that_are_cut_are_counted(module, tokenizer, tmp_path, capsys):
-    """The second has equal answers within the limit."""
+def test_pairs_that_are_cut(module, tokenizer, tmp_path):
+    """The second has equal answers within the limit, and is left out."""
     long = dict(prompt="The film", chosen=" is" * 20 + " good.", rejected=" is" * 20 + " bad.")
     far = dict(prompt="The film", chosen=" is" * 20 + " good.", rejected=" bad" * 20)
     file = write_rows(tmp_path / "d.jsonl", [TEXTS, long, far])
     settings = dict(max_prompt_length=8) if module is dpo else {}
     pairs = module.load_pairs(module.Args(dataset=file, max_length=12, **settings), tokenizer, "train")
     assert [len(pair) for pair in pairs[1:]] == [12]
-    assert "2 of 3 pairs differ within 12 tokens; 2 were cut" in capsys.readouterr().out
 
 
 # --- by hand

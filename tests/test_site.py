@@ -1,7 +1,6 @@
 """mkdocs.yml, docs/site_hook.py: the site has all pages as GitHub shows them, and each of its links opens something."""
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -52,23 +51,3 @@ def test_every_page_is_there_with_the_elements_that_github_shows(site):
         theirs = Counter(Elements(article).tags)
         for tag in ("li", "ul", "ol", "tr", "pre", "h2", "h3", "img"):
             assert theirs[tag] == ours[tag], f"{page}: {theirs[tag]} <{tag}>, and {ours[tag]} on GitHub"
-
-
-def opens(page, place):
-    """Whether a trace (tools/trace.html, `find`) or an X-ray has a place."""
-    runs = re.findall(r'^<script>runs\.set\("(\w+)"', page, re.M)
-    if runs:
-        return place in runs
-    steps = json.loads(re.search(r"^const data = (.*)$", page, re.M)[1])["steps"]
-    name, _, nth = place.partition(".")
-    makers = [line for line, _, _, _, made in steps if name in made]
-    return name in {function for _, function, *_ in steps} or len(makers) >= int(nth or 1)
-
-
-def test_links_to_traces_and_x_rays_open_what_they_show(site):
-    for page in PAGES:
-        place = site / place_of(page)
-        for link in re.findall(r"\]\(([^)\s]+\.html#[^)\s]+)\)", text_of(page)):
-            file, _, shown = link.partition("#")
-            assert link in Elements(place.read_text("utf-8")).links, (page, link)
-            assert opens((place.parent / file).read_text("utf-8"), shown), (page, link)
