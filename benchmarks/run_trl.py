@@ -72,7 +72,7 @@ KEEP_MEMORY = (  # glibc keeps freed memory, as in our scripts: this halves the 
     f"MALLOC_TOP_PAD_={2**28}",
 )
 ONLINE = {  # settings that have the same name in TRL 0.16.1
-    "ppo": "cliprange_value vf_coef gamma lam whiten_rewards",
+    "ppo": "cliprange_value vf_coef gamma lam",
     "rloo": "rloo_k",
     "both": "seed learning_rate num_mini_batches num_ppo_epochs response_length temperature kl_coef cliprange "
     "weight_decay missing_eos_penalty lr_scheduler_type adam_epsilon",
@@ -431,7 +431,7 @@ def trainer_023(settings: dict, logged: list):
         accelerator_kwargs={"cpu": True},
         save_freq=settings["num_epochs"] + 1,
     )
-    texts = Path(ROOT, settings["dataset"], f"{settings['dataset_train_split']}.jsonl").read_text().splitlines()
+    texts = Path(ROOT, settings["dataset"], "train.jsonl").read_text().splitlines()
     rows = itertools.cycle(json.loads(text) for text in texts)  # each as often as in ddpo.py
 
     def next_prompt() -> tuple[str, dict]:

@@ -3,6 +3,7 @@
     python benchmarks/throughput.py --quick                           # tiny models against TRL 0.16.1, two minutes
     python benchmarks/throughput.py                                   # all settings; an hour on two CPU cores
     python benchmarks/throughput.py --baseline HEAD                   # the effect of changes in the working tree
+    python benchmarks/throughput.py --baseline HEAD --both=--bf16     # the same, in bfloat16
     python benchmarks/throughput.py --baseline . --ours=--bf16        # the effect of a flag
     python benchmarks/throughput.py --settings tiny small --algorithms grpo --against 1.16
     python benchmarks/throughput.py --settings vocab --keep-memory    # also TRL with our scripts' settings of glibc
@@ -13,7 +14,8 @@ step of the next; it includes rollout, scoring, gradient steps and logging. A ho
 optimiser step measures the time, in the same way on all sides. The first update of a process is a warm-up and does not
 count. The two sides alternate, --repeats times, so that a slow phase of the machine affects both; with --keep-memory
 the third side is TRL with freed memory kept (mallopt), as in our scripts. Memory is the peak of the process (on CUDA:
-of the allocator) at the last step.
+of the allocator) at the last step; between revisions of ours, also without what the libraries held before there was a
+model (`growth_mb` in the JSON file). CPU seconds (`cpu_seconds_per_update`) say more than the clock on a busy machine.
 
 The sides share the weights of the models (random, from one folder), the prompts (a file of exactly one batch, so that
 every update has the same ones), the number of responses and tokens, epochs, optimiser steps, learning rate and float32
@@ -98,6 +100,7 @@ SETTINGS = {
     "small": Setting(layers=6, width=256, heads=8, vocab=8000, updates=2),
     "gpt2": Setting(**GPT2, batch=16, updates=2),
     "vocab": Setting(vocab=50257, batch=32),
+    "vocab-152k": Setting(vocab=151936, batch=32, epochs=2, updates=1),  # Qwen's vocabulary
     "toy": Setting(toy=True, vocab=3072, layers=2, width=80, updates=10),
     "prompt-40": Setting(**GROUPS, prompt_lengths=(40, 40), micro_batches=2),
     "prompt-200": Setting(**GROUPS, prompt_lengths=(200, 200), micro_batches=4),
@@ -139,6 +142,7 @@ class Recorder:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self.setting, self.steps, self.memory_mb = setting, 0, 0.0
+        self.libraries_mb = peak_memory_mb()
         self.ends, self.cpu = [], []  # of each update: the clock, and CPU seconds
         self.began, self.updates = None, []  # the start of the gradient steps of this update; seconds of those of each
         self.rollouts = []  # (rows, tokens) of each
@@ -188,6 +192,8 @@ class Recorder:
             "episodes_per_second": s.batch * s.updates / seconds,
             "update": statistics.fmean(self.updates[1:]),
             "memory_mb": self.memory_mb,
+            "growth_mb": self.memory_mb - self.libraries_mb,
+            "cpu_seconds_per_update": (self.cpu[-1] - self.cpu[0]) / s.updates,
             "cores": (self.cpu[-1] - self.cpu[0]) / seconds,
             "mean_tokens": statistics.fmean(tokens) / s.batch,
             "threads": torch.get_num_threads(),
@@ -201,6 +207,7 @@ def train_ours(spec: dict, setting: Setting, recorder: Recorder) -> None:
     import tyro
 
     script = importlib.import_module(spec["algorithm"])
+    recorder.libraries_mb = peak_memory_mb()
     update = script.update
 
     def watched(*args):
@@ -304,7 +311,7 @@ def ours_flags(setting: Setting, algorithm: str, models: Path, output: Path) -> 
     return (
         f"--model {models}/policy --dataset {models}/prompts-{algorithm}.jsonl "
         f"--max-prompt-length {max(512, s.prompt_lengths[1])} --response-length {s.response_length} "
-        f"--temperature {s.temperature} --stop-token {'eos' if s.toy else ''} --batch-size {s.batch} "
+        f"--temperature {s.temperature} --batch-size {s.batch} "
         f"--num-mini-batches 1 --num-ppo-epochs {s.epochs} --total-episodes {s.batch * (s.updates + 1)} "
         f"--learning-rate {s.learning_rate} --output-dir {output} --num-sample-generations 0 --save-steps 1000 {own}"
     ).split()
@@ -356,7 +363,10 @@ def compare(name: str, setting: Setting, algorithm: str, ours: Side, other: Side
     numbers = [key for key, value in pairs[0]["ours"].items() if isinstance(value, float)]
     summary = {side: {key: statistics.median(pair[side][key] for pair in pairs) for key in numbers} for side in sides}
     measures = {"speed": ("episodes_per_second", "other"), "speed_kept": ("episodes_per_second", "kept")}
-    for key, (measure, side) in (measures | {"memory": ("memory_mb", "other")}).items():
+    measures |= {"memory": ("memory_mb", "other"), "cpu": ("cpu_seconds_per_update", "other")}
+    if other.kind == "ours":  # TRL imports its libraries later
+        measures["growth"] = "growth_mb", "other"
+    for key, (measure, side) in measures.items():
         if side in sides:
             ratios = [pair["ours"][measure] / pair[side][measure] for pair in pairs]
             summary[key] = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
@@ -372,7 +382,7 @@ def table(comparisons: list[dict]) -> str:
     """All comparisons, in Markdown."""
     head = ["setting", "against", "theirs as installed, episodes/s", "theirs, freed memory kept", "ours"]
     head += ["**ratio to installed**", "**to kept**", "theirs as installed, GB", "theirs, kept", "ours"]
-    lines = [[*head, "ratio to installed"]]
+    lines = [[*head, "ratio to installed", "without libraries", "CPU seconds, ours to theirs"]]
     for c in comparisons:
         sides = [c["summary"].get(name) for name in ("other", "kept", "ours")]
         ratios = {}
@@ -384,8 +394,8 @@ def table(comparisons: list[dict]) -> str:
         line += [f"{side['episodes_per_second']:.3g}" if side else "–" for side in sides]
         line += [f"**{ratios[name]}**" if name in ratios else "–" for name in ("speed", "speed_kept")]
         line += [f"{side['memory_mb'] / 1024:.2f}" if side else "–" for side in sides]
-        lines.append([*line, ratios["memory"]])
-    return markdown(lines, "llrrrrrrrrr")
+        lines.append([*line, ratios["memory"], ratios.get("growth", "–"), ratios["cpu"]])
+    return markdown(lines, "llrrrrrrrrrrr")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -397,11 +407,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--against", nargs="+", choices=TRAIN, default=["0.16.1"], help="versions of TRL")
     add("--baseline", metavar="REV", help="compare with our own scripts at a git revision, or in this tree (.)")
     add("--ours", metavar="FLAGS", default="", help='further flags for our side: --ours="--bf16"')
+    add("--both", metavar="FLAGS", default="", help="further flags for both sides, if --baseline is the other one")
     add("--keep-memory", action="store_true", help="run TRL a second time in each pair, with freed memory kept (glibc)")
     add("--repeats", type=int, default=1, help="pairs of runs")
     add("--quick", action="store_true", help="the setting tiny, one measured update: two minutes")
     add("--output", type=Path, default=RESULTS / "throughput.json", help="JSON file")
     args = parser.parse_args()
+    if args.both and not args.baseline:
+        parser.error("--both is for --baseline: TRL does not have our flags")
     if args.keep_memory and args.baseline:
         parser.error("--keep-memory is for TRL; our scripts always keep freed memory")
     return args
@@ -415,9 +428,10 @@ def main() -> None:
     results |= {"command": shlex.join(sys.argv[1:]), "ours": describe_ours(ROOT), "comparisons": []}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
-        ours = replace(our_side(".", args.ours, args.algorithms, Path(folder)), name="ours")
+        flags = f"{args.both} {args.ours}".strip()
+        ours = replace(our_side(".", flags, args.algorithms, Path(folder)), name="ours")
         if args.baseline:
-            others = [our_side(args.baseline, "", args.algorithms, Path(folder))]
+            others = [our_side(args.baseline, args.both, args.algorithms, Path(folder))]
         else:
             others = [Side(f"TRL {version}", version, make_venv(version)) for version in args.against]
         for name, algorithm, other in itertools.product(names, args.algorithms, others):
