@@ -213,14 +213,6 @@ def test_other_values_of_files(tmp_path):
     assert convert(tmp_path, rows, name="d.parquet")[0] == rows
 
 
-def test_answers_of_which_some_begin_with_the_prompt(tmp_path, capsys):
-    """These prompts are cut off. A word that begins like the prompt is none."""
-    rows = [filled("The film is", " The film is good."), filled("Film", " A film."), filled("I", " It is.")]
-    assert convert(tmp_path, rows) == [[filled("The film is", " good."), *rows[1:]], []]
-    assert "1 of 3 answers" in capsys.readouterr().out
-    assert convert(tmp_path, [filled("影片", "影片好")])[0] == [filled("影片", " 好")]
-
-
 EXAMPLES = {  # a solved prompt, another one, flags, and what becomes of the other one
     "texts": ("1 + ", "2 +", [], "1 + 1\n\n2 +"),
     "texts to messages": ("1 +", "2 +", ["--chat", "S"], [*SYSTEM, *talk("1 +", "1", "2 +")]),

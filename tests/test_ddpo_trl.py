@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from runs import run, slow_but, watch
+from runs import run, slow_but, watch, write_rows
 from safetensors.torch import load_file
 from shapes import UNET, close, flat, make, step
 from sources import ROOT
@@ -80,25 +80,14 @@ def world(tmp_path_factory):
     names = text_encoder.state_dict().keys()
     text_encoder.load_state_dict({name: weights[name.removeprefix("text_model.")] for name in names})
     vocab = {token: i for i, token in enumerate(models["tokens"])}
-    pipe = StableDiffusionPipeline(
-        unet=unet,
-        text_encoder=text_encoder,
-        tokenizer=CLIPTokenizer(vocab, [], model_max_length=8),
-        scheduler=DDIMScheduler(**models["scheduler"]),
-        vae=make.identity_vae(),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    pipe.save_pretrained(folder / "sd")
-    data = [json.dumps({"prompt": prompt, "index": i}) for i, prompt in enumerate(TRL["prompts"])]
-    (folder / "prompts.jsonl").write_text("\n".join(data))
+    parts = dict(unet=unet, text_encoder=text_encoder, tokenizer=CLIPTokenizer(vocab, [], model_max_length=8))
+    parts |= dict(scheduler=DDIMScheduler(**models["scheduler"]), vae=make.identity_vae())
+    none = dict(safety_checker=None, feature_extractor=None, requires_safety_checker=False)
+    StableDiffusionPipeline(**parts, **none).save_pretrained(folder / "sd")
+    rows = [{"prompt": prompt, "index": i} for i, prompt in enumerate(TRL["prompts"])]
+    dataset = write_rows(folder / "prompts.jsonl", rows)
     (folder / "reward.py").write_text(REWARD)
-    return {
-        "model": str(folder / "sd"),
-        "dataset": str(folder / "prompts.jsonl"),
-        "reward_fn": (f"{folder}/reward.py:reward",),
-    }
+    return dict(model=str(folder / "sd"), dataset=dataset, reward_fn=(f"{folder}/reward.py:reward",))
 
 
 def noise_of(figures, chain, args):
@@ -138,9 +127,7 @@ def test_an_epoch_is_trls(case, world, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "randperm", lambda n: next(orders))
     monkeypatch.setattr(torch, "randn", draw)
     (stats,) = run(ddpo, tmp_path, **settings)
-    assert not list(noise)
-    assert not list(orders)
-
+    assert not list(noise) and not list(orders)
     (rollout,) = rollouts
     assert rollout.images is None  # once they are judged nothing needs them, and they are large
     assert [row["prompt"] for row in rollout.examples] == TRL["prompts"]
@@ -164,5 +151,4 @@ def test_an_epoch_is_trls(case, world, tmp_path, monkeypatch):
     weights = load_file(tmp_path / UNET)
     away = (flat(weights[name] for name in TRL["parameters"]) - figures["weights"]).abs()
     assert (away > 2e-5).sum() <= 10  # where a gradient is near 0, Adam's first steps go by its rounding
-    assert away.max() < 1e-3
-    assert away.mean() < 2e-6
+    assert away.max() < 1e-3 and away.mean() < 2e-6

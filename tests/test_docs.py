@@ -1,7 +1,6 @@
 """What the pages in docs/ and the README say holds: commands, flags, defaults, links, names of functions, diffs."""
 
 import ast
-import dataclasses
 import importlib
 import re
 import shlex
@@ -9,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import run
 from sources import ROOT, SCRIPTS, load, nodes_of, text_of
 
 sys.path.insert(0, str(ROOT / "experiments"))
@@ -141,35 +139,6 @@ def test_commands_are_understood(path, monkeypatch):
 def test_the_runs_of_the_course_are_understood(command, monkeypatch):
     if not command.startswith("lecture/"):
         assert read(shlex.split(command), monkeypatch)
-
-
-def needs_nothing(command):
-    """Whether a command starts from the toy world alone, not from the model of an earlier command."""
-    is_own = {"--model", "--resume", "--dataset", "--from-scratch"} & set(command)
-    is_missing = any("my_" in word or "classifier" in word for word in command)
-    is_made = any(flag == "--reward-model" and word.startswith("runs/") for flag, word in zip(command, command[1:]))
-    return not is_own and not is_missing and not is_made
-
-
-OFFLINE = set()
-for page in PAGES:
-    before_the_sweeps = text_of(page).split("## Three sweeps")[0]  # which only turn a number
-    OFFLINE |= {" ".join(words[1:]) for words in commands(before_the_sweeps) if needs_nothing(words)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", sorted(OFFLINE))
-def test_commands_that_need_nothing_run(command, tiny, tmp_path, monkeypatch):
-    """For three steps."""
-    module, args = read(shlex.split(command), monkeypatch)
-    kept = dict(tiny[module.__name__])
-    for name in ("learning_rate", "num_generations", "rloo_k"):
-        kept.pop(name, None)
-    if "num_generations" in vars(args):
-        kept |= {"batch_size": 2 * args.num_generations, "total_episodes": 6 * args.num_generations}
-    settings = dataclasses.asdict(args) | kept
-    settings.pop("output_dir")
-    assert run(module, tmp_path / "run", **settings)
 
 
 def test_diffs_are_fresh():

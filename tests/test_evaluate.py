@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -177,16 +176,3 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name):
     with pytest.raises(SystemExit, match=name):
         evaluate.find(name)
     assert evaluate.find("gpt2") == "gpt2" and evaluate.find("trl-lib/tldr") == "trl-lib/tldr"
-
-
-@pytest.mark.slow
-def test_chat_answers_each_line_in_the_terminal(tmp_path):
-    """And ends at /quit, and where the input does."""
-    command = [sys.executable, ROOT / "tools/chat.py", "--response-length", "16", "--temperature", "0", "toy/sft"]
-    (row,) = run(dataset=write_rows(tmp_path / "d.jsonl", [{"prompt": "A book by"}]), temperature=0)[1]
-    lines = "The film\n\nA book by\n" + "why " * 600 + "\n"
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "that is too long" in done.stdout and row["response"].strip() in done.stdout
-    lines = "/quit\nA book by\n"
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and row["response"].strip() not in done.stdout

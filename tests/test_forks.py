@@ -23,7 +23,7 @@ import test_grpo
 
 sys.path.insert(0, str(ROOT / "experiments"))
 import record  # noqa: E402  (which adds tools/ to the path)
-from make_fork import PAGES, apply, fork, main, read_diffs, script_of, scripts_of  # noqa: E402
+from make_fork import apply, fork, main, read_diffs, script_of, scripts_of  # noqa: E402
 
 DIFFS = {page: read_diffs(text_of(page)) for page in ("docs/fork.md", "docs/diffs/questions.md")}
 OF_FORK = DIFFS["docs/fork.md"]
@@ -51,10 +51,7 @@ def test_every_diff_fits_its_file(page, name, script):
 @pytest.mark.parametrize("name", ["A metric", "A loss term"])
 def test_a_fork_of_the_full_script_does_what_its_page_says(name, tmp_path, monkeypatch, tiny):
     """Another metric, and nothing else; a loss term that is small, and never negative."""
-    (tmp_path / "docs/diffs").mkdir(parents=True)
-    for file in ("ppo.py", *PAGES):
-        shutil.copy(ROOT / file, tmp_path / file)
-    for linked in ("toy", "rewards"):
+    for linked in ("ppo.py", "docs", "toy", "rewards"):
         (tmp_path / linked).symlink_to(ROOT / linked)
     monkeypatch.setattr("make_fork.ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["make_fork.py", name, "--script", "ppo.py"])
@@ -381,11 +378,10 @@ def test_random_length(train):
 
 
 def test_stop_tokens(train):
-    """Only at the full stop, or also where the model ends a text; one token for each."""
-    for texts, tokens in (((".",), ["."]), (("eos", "."), ["<|end|>", "."])):
-        _, calls = train("Stop tokens of one's own", "sample_batch", stop_token=texts)
-        rollout, policy, *_ = calls[0]
-        assert policy.tokenizer.convert_ids_to_tokens(policy.stop_token_ids) == tokens and rollout.ended.any()
+    """At the full stop, and where the model ends a text; one token for each."""
+    _, calls = train("Stop tokens of one's own", "sample_batch", stop_token=("eos", "."))
+    rollout, policy, *_ = calls[0]
+    assert policy.tokenizer.convert_ids_to_tokens(policy.stop_token_ids) == ["<|end|>", "."] and rollout.ended.any()
     with pytest.raises(SystemExit, match="the end of it all"):
         train("Stop tokens of one's own", "sample_batch", stop_token=("the end of it all",))
 

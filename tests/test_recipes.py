@@ -1,6 +1,5 @@
 """recipes/: data sets in the form that they really have become rows that the scripts read and train on."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -10,10 +9,9 @@ import sys
 import pytest
 from families import save_family
 from runs import run, slow_but, write_rows
-from sources import ROOT, load, text_of
+from sources import ROOT, load
 from test_docs import read
 
-import grpo
 
 data = load("recipes/data.py", "recipes_data")
 
@@ -270,12 +268,7 @@ def test_without_hub_and_copy(tmp_path, monkeypatch):
 SMALL = {"batch_size": 8, "micro_batch_size": 4, "local_rollout_forward_batch_size": 8, "response_length": 4}
 SMALL |= {"total_episodes": 16, "num_train_epochs": 1.0, "rloo_k": 2, "num_generations": 2}
 SMALL |= {"num_sample_generations": 0, "bf16": False, "device": "cpu", "num_mini_batches": 1, "save_steps": 100}
-SMALL |= {"max_length": 128, "max_prompt_length": 120, "dataset_test_split": "none"}
-
-
-def small(args):
-    """Of SMALL what a script has."""
-    return {name: value for name, value in SMALL.items() if hasattr(args, name)}
+SMALL |= {"max_length": 128, "max_prompt_length": 120, "dataset_test_split": None}
 
 
 def numbered(row, i):
@@ -285,17 +278,10 @@ def numbered(row, i):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """made(kind, name) -> the folder of a tiny model of a family, or of 16 rows of a data set, made once."""
-    folder = tmp_path_factory.mktemp("made")
-    models = {}
-
-    def make_it(name, is_reward=False):
-        if name not in models:
-            models[name] = save_family(name, folder / name.replace(" ", "_"))
-        return models[name][is_reward]
-
-    return make_it
+def models(tmp_path_factory):
+    """Policy and reward model for rows of messages, and for texts."""
+    chat = save_family("qwen 2.5", tmp_path_factory.mktemp("chat"))
+    return {"chat": chat, "texts": (f"{ROOT}/toy/sft", f"{ROOT}/toy/reward_model")}
 
 
 FEW = ("gsm8k", "hh", "tldr-sft")
@@ -303,7 +289,7 @@ FEW = ("gsm8k", "hh", "tldr-sft")
 
 @pytest.mark.parametrize("chat", ["texts", "chat"])
 @pytest.mark.parametrize("name", slow_but(FEW, ROWS))
-def test_the_command_that_is_printed(name, chat, made, tmp_path, monkeypatch, capsys):
+def test_the_command_that_is_printed(name, chat, models, tmp_path, monkeypatch, capsys):
     """It reads the rows, for two updates; a model that was taught to chat is named where the rows are messages."""
     if (name, chat) == ("imdb", "chat"):
         return
@@ -312,24 +298,11 @@ def test_the_command_that_is_printed(name, chat, made, tmp_path, monkeypatch, ca
     command = capsys.readouterr().out.splitlines()[-1]
     assert ("Instruct" in command) == (chat == "chat")
     module, args = read(shlex.split(command, comments=True)[1:], monkeypatch)
-    family = "qwen 2.5" if chat == "chat" else None
-    settings = dataclasses.asdict(args) | small(args) | dict(model=made(family) if family else f"{ROOT}/toy/sft")
-    if hasattr(args, "reward_model"):
-        settings["reward_model"] = made(family, True) if family else f"{ROOT}/toy/reward_model"
+    known = vars(args)
+    changes = SMALL | dict(zip(("model", "reward_model"), models[chat]))
+    settings = known | {key: x for key, x in changes.items() if key in known}
     settings.pop("output_dir")
     assert len(run(module, tmp_path / "run", **settings)) >= 2  # each answer of a conversation is a text
-
-
-PAGE = "recipes/README.md"
-
-
-def test_the_memory_of_the_page_is_the_formulas(monkeypatch):
-    """Else run benchmarks/memory.py --recipes."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    memory = load("benchmarks/memory.py", "memory")
-    cells = {row.split("]")[0][3:]: row.split("|")[-2] for row in text_of(PAGE).splitlines() if row.startswith("| [")}
-    for name, (shape, plan) in memory.RECIPES.items():
-        assert f"{memory.peak(shape, plan) / memory.GB:.0f}" in re.findall(r"\d+", cells[name.split(",")[0]]), name
 
 
 # --- Tasks without a network
@@ -375,15 +348,6 @@ def test_a_task_of_numbers(tmp_path):
     assert score(completions=["no tags: " + row["answer"], "<answer>0"], **given) == [0, 0]
     with pytest.raises(ValueError, match="version"):
         score(prompts=["What is 0 + 0?"], completions=["5"], task=[row["task"]])
-
-
-def test_a_task_is_trained_on(made, tmp_path):
-    """For two updates, by the command of the page."""
-    pytest.importorskip("reasoning_gym")
-    make_task("letter_counting", tmp_path / "data", "--max-words", 5, "--instruction", "direct", "--size", 20)
-    settings = dict(model=made("qwen 2.5"), dataset=str(tmp_path / "data"), max_prompt_length=512)
-    settings |= dict(reward_fn=(f"{ROOT}/rewards/reasoning.py:score",))
-    assert len(run(grpo, tmp_path / "run", **small(grpo.Args) | settings)) == 2
 
 
 def test_tasks_that_cannot_be_made(tmp_path):

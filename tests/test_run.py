@@ -4,6 +4,7 @@ import io
 import json
 import os
 import resource
+import runpy
 import shutil
 import signal
 import sys
@@ -13,7 +14,7 @@ from functools import cache
 import pytest
 import torch
 import yaml
-from runs import GOLD, NAMES, ON_PROMPTS, assert_same_run, checkpoints, cut, execute, fork, lines_of, main, run
+from runs import GOLD, NAMES, ON_PROMPTS, assert_same_run, checkpoints, cut, fork, lines_of, main, run
 from runs import script, slow_but, untimed, watch, weights_of, words_of, write_rows
 from sources import ROOT
 from transformers import GenerationConfig
@@ -224,7 +225,7 @@ def test_which_checkpoints_are_made_and_kept(settings_of, tmp_path, monkeypatch)
         ("every other one", dict(save_steps=2, save_total_limit=1), 0),
         ("slow steps", dict(save_steps=99, save_total_limit=9), 6),
     ):
-        folder = tmp_path / case.replace(" ", "-")
+        folder = tmp_path / case
         seen[case] = []
         with monkeypatch.context() as patch:
             watch(patch, script(name).Run, "log", lambda *_, x=case, y=folder: seen[x].append(checkpoints(y)))
@@ -254,7 +255,9 @@ def test_a_folder_is_used_again_until_there_is_a_step(tiny, tmp_path, monkeypatc
 def test_a_stream_may_lack_a_letter(tmp_path, monkeypatch):
     file = write_rows(tmp_path / "电影.jsonl", [{"text": "电影"}] * 4)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "cp1252"))
-    execute("sft", "--dataset", file, "--batch-size", 4, "--device", "cpu", "--output-dir", tmp_path / "run")
+    words = ["--dataset", file, "--batch-size", "4", "--device", "cpu", "--output-dir", f"{tmp_path}/run"]
+    monkeypatch.setattr(sys, "argv", ["sft.py", *words])
+    runpy.run_path(str(ROOT / "sft.py"), run_name="__main__")
 
 
 # --- Numbers

@@ -28,9 +28,9 @@ OWN_BODY = {  # functions that are others in lecture/, which has no micro-batche
     "agent": {"play", "token_logprobs", "policy_loss", "group_advantages"},
 }
 OWN_ARGUMENTS = {  # of functions that the other scripts on prompts have, too
-    ("ppo.py", "update"),  # takes the critic
-    ("agent.py", "evaluate"),  # the environment gives the rewards
-    ("agent.py", "policy_loss"),  # has two bounds, as grpo.py's surrogate_loss
+    ("ppo.py", "update.update"),  # takes the critic
+    ("agent.py", "evaluate.evaluate"),  # the environment gives the rewards
+    ("agent.py", "policy_loss.policy_loss"),  # has two bounds, as grpo.py's surrogate_loss
 }
 
 
@@ -49,13 +49,9 @@ def test_functions_behind_the_mark_have_the_same_text_in_all_scripts():
 
 def arguments(file):
     """The arguments of each function and method of a file, with their types and defaults."""
-    found = {}
-    for owner, node in defined_in(file).items():
-        for part in (node, *node.body):
-            if isinstance(part, ast.FunctionDef):
-                name = owner if part is node else f"{owner}.{part.name}"
-                found[name] = ast.unparse(part.args), part.returns and ast.unparse(part.returns)
-    return found
+    parts = [(owner, part) for owner, node in defined_in(file).items() for part in (node, *node.body)]
+    functions = [(owner, part) for owner, part in parts if isinstance(part, ast.FunctionDef)]
+    return {f"{x}.{f.name}": (ast.unparse(f.args), f.returns and ast.unparse(f.returns)) for x, f in functions}
 
 
 def test_functions_of_one_name_take_the_same_arguments():
