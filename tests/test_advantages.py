@@ -3,7 +3,9 @@
 import pytest
 import torch
 from numbers_of_others import MASK, close, golden, randn, spoil
+from runs import run
 
+import agent
 import grpo
 import ppo
 import rloo
@@ -52,6 +54,14 @@ def test_token_level_kl_against_openrlhf():
     close(advantages, o["reinforce_returns"] - i["rm_reward"].clamp(-10, 10)[:, None], mask)
 
 
+def test_the_loss_is_a_mean_over_actions(tiny, tmp_path):
+    """Without KL, tokens and responses have one gradient but for what its sum is divided by: their numbers."""
+    once = tiny["rloo"] | dict(num_ppo_epochs=1, kl_coef=0.0, total_episodes=8, micro_batch_size=3)
+    (of_tokens,), (of_rows,) = [run(rloo, tmp_path / str(x), **once, token_level_kl=x) for x in (True, False)]
+    mean = of_tokens["policy/grad_norm"] * of_tokens["val/response_length"]
+    assert mean == pytest.approx(of_rows["policy/grad_norm"], rel=1e-4)
+
+
 # --- responses without a reward
 
 
@@ -72,3 +82,11 @@ def test_a_response_without_a_reward(script):
     ours = rloo.leave_one_out(filled, 4)
     close(ours[[0, 2, 3]] / ours[0], alone / alone[0])
     assert ours[1].abs() < 1e-6 and ours[4:].abs().max() < 1e-5
+
+
+def test_advantages_of_turns():
+    """Of three episodes with the scores 3, 4 and 5, whose deviation is 1; the last one has no second turn."""
+    turn = torch.tensor([[0, 1], [0, 1], [0, 0]])
+    written = torch.tensor([[True, True], [True, True], [True, False]])
+    advantages = agent.turn_advantages(torch.tensor([[1.0, 2], [0, 4], [5, 0]]), turn, written, 3)
+    close(advantages, torch.tensor([[-1.0, -1], [0, 1], [1, 0]]) / 1.0001, written)

@@ -98,10 +98,13 @@ def test_an_update_by_hand(credit, tmp_path):
 
 
 def test_the_kl_of_the_loss_is_schulmans_k3(tiny, tmp_path, monkeypatch):
-    """Of the second update, when the policy has moved; in its only pass the ratio is 1."""
-    seen = []
+    """Of the second update, when the policy has moved; in its only pass the ratio is 1, within its bounds."""
+    seen, bounds = [], []
+    watch(monkeypatch, agent, "policy_loss", lambda _, *given: bounds.append(given[-2:]))
     watch(monkeypatch, agent, "update", lambda stats, policy, optimizer, r, args: seen.append((stats["kl"], r)))
-    run_script(agent, tmp_path / "run", **tiny["agent"] | dict(beta=0.5, learning_rate=1e-2))
+    settings = dict(beta=0.5, learning_rate=1e-2, epsilon=0.25, epsilon_high=0.5)
+    run_script(agent, tmp_path / "run", **tiny["agent"] | settings)
+    assert set(bounds) == {(0.75, 1.5)}
     kl, r = seen[1]
     k1 = (r.old_logprobs - r.ref_logprobs)[r.loss_mask]
     assert kl == pytest.approx(((-k1).exp() - 1 + k1).mean().item(), rel=1e-3) and kl > 1e-3

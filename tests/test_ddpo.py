@@ -131,6 +131,9 @@ def test_a_last_step_without_noise_is_left_out(tmp_path, monkeypatch):
     assert Counter(times) == {first: 16, second: 16}
     assert all(math.isfinite(x) for line in lines for x in line.values())
     assert lines[1]["objective/kl"] > 0
+    times.clear()
+    run(ddpo, tmp_path / "half", model=str(model), train_timestep_fraction=0.5, **TINY)
+    assert len(times) == 16 and set(times) == {first, second}  # for each image any one of them
 
 
 # --- Advantages and rewards -------------------------------------------------------------------------------------------

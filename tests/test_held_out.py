@@ -32,6 +32,7 @@ def held_out(tiny, tmp_path):
             write_rows(tmp_path / "data/validation.jsonl", rows)
             return settings
         (tmp_path / "note.py").write_text(NOTE)
+        settings |= dict(rloo_k=4) if name == "rloo" else {}
         return settings | dict(reward_fn=(f"{tmp_path}/note.py:words",), missing_eos_penalty=0.0)
 
     return make
@@ -58,21 +59,27 @@ def test_evaluation_changes_no_number_of_the_training(name, held_out, tmp_path):
     assert_same_run(tmp_path / "with", tmp_path / "again")
 
 
-@pytest.mark.parametrize(("name", "answers"), [("ppo", 1), ("rloo", 2), ("grpo", 4)])
+@pytest.mark.parametrize(("name", "answers"), [("ppo", 1), ("rloo", 4), ("grpo", 4)])
 def test_evaluation_by_hand(name, answers, held_out, tmp_path):
-    """The scores of one response (rloo.py, grpo.py: of each group) to the first held-out prompts."""
+    """The scores of one response (rloo.py, grpo.py: of each group) to the first held-out prompts. With the same random
+    numbers in each evaluation, a policy that stands still has the same scores."""
     lines = run(name, tmp_path / "run", **held_out(name))
     calls = [json.loads(line) for line in (tmp_path / "note.pyl").read_text().splitlines()]
     first = calls[0]
     validation = [json.loads(line)["prompt"] for line in open(f"{held_out(name)['dataset']}/validation.jsonl")]
     assert first[0] == [prompt for prompt in validation[:4] for _ in range(answers)]
     assert lines[0]["eval/objective/scores"] == pytest.approx(sum(first[1]) / len(first[1]), abs=1e-6)
+    if name == "rloo":
+        groups = [first[1][i : i + 4] for i in range(0, 16, 4)]
+        assert lines[0]["eval/objective/equal_groups"] == sum(len(set(scores)) == 1 for scores in groups) / 4
     assert lines[0]["eval/rewards/words/mean"] == lines[0]["eval/objective/scores"]
     if name != "grpo":
         assert lines[0]["eval/val/num_eos_tokens"] == sum(first[2])
         assert abs(lines[0]["eval/objective/kl"]) < 1e-4 < abs(lines[-1]["eval/objective/kl"])
     assert calls[-1][0] == first[0]
     assert lines[-1]["eval/objective/scores"] == pytest.approx(sum(calls[-1][1]) / len(first[1]))
+    run(name, tmp_path / "still", **held_out(name) | dict(learning_rate=1e-20))
+    assert json.loads((tmp_path / "note.pyl").read_text().splitlines()[-1]) == first
 
 
 def test_memorised_prompts_are_not_held_out_ones(tmp_path):

@@ -70,14 +70,15 @@ def test_rollouts_are_plain_forward_passes(kind):
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", slow_but(["llama"], ARCHITECTURES))
+@pytest.mark.parametrize("kind", slow_but(["gemma3_text"], ARCHITECTURES))
 def test_every_architecture_trains(kind, bf16, saved, tiny, tmp_path):
-    """The run itself sees to it that the first ratio is 1. Rewards and values are read in float32."""
+    """The first ratio is 1: the sampler's rounding is not in it. Rewards and values are read in float32."""
     judge = "llama" if kind in ("granite", "lfm2") else kind  # of which there are no classifiers
     models = dict(model=saved(kind), reward_model=saved(judge, AutoModelForSequenceClassification, num_labels=1))
     (line,) = train(tmp_path, tiny, bf16=bf16, **models)
     assert line["policy/grad_norm"] > 0 and line["val/grad_norm"] > 0 and line["objective/scores_std"] > 0
     assert abs(line["objective/kl"]) < (0.1 if bf16 else 1e-4)  # policy and reference are yet the same
+    assert line["policy/first_ratio_error"] < 1e-5
     assert {x.dtype for x in load_file(tmp_path / "run2/model.safetensors").values()} == {torch.float32}
 
 
@@ -142,8 +143,11 @@ def test_a_causal_model_or_two_labels_are_no_reward_model(saved, tiny, tmp_path)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.filterwarnings("ignore")  # peft speaks of what is not ours to change
 def test_an_adapter_changes_the_policy_and_not_the_reference(kind, saved):
-    args = ppo.Args(model=saved(kind), lora_r=1, micro_batch_size=6, temperature=0.9, device="cpu")
+    """Nor the reward model, which is under the critic's adapters, beside its head."""
+    judge = saved(kind, AutoModelForSequenceClassification, num_labels=1)
+    args = ppo.Args(model=saved(kind), reward_model=judge, lora_r=1, micro_batch_size=6, temperature=0.9, device="cpu")
     policy, reference = ppo.load_models(args)
+    critic, reward_model = ppo.load_critic(args, policy)
     rollout = tiny_rollout(policy)
 
     def logprobs(model):
@@ -153,9 +157,11 @@ def test_an_adapter_changes_the_policy_and_not_the_reference(kind, saved):
     torch.testing.assert_close(logprobs(policy), before)  # an adapter begins as nothing
     trained = [name for name, p in policy.named_parameters() if p.requires_grad]
     assert trained and all("lora" in name for name in trained)
-    for name, p in policy.named_parameters():
-        if "lora_B" in name:
+    rewards = ppo.model_reward(reward_model, rollout, None, args)
+    for name, p in [*policy.named_parameters(), *critic.named_parameters()]:
+        if "lora_B" in name or "score" in name:
             nn.init.normal_(p)
+    torch.testing.assert_close(ppo.model_reward(reward_model, rollout, None, args), rewards)
     assert not torch.allclose(logprobs(policy), before)
     torch.testing.assert_close(logprobs(reference), before)
 

@@ -94,20 +94,27 @@ KINDS = [("plain", {}), ("llama", {}), ("plain", {"lora_r": 2})]
 
 @pytest.mark.parametrize("kind, more", slow_but(KINDS[:1], KINDS))
 def test_evaluation_and_centred_rewards_by_hand(kind, more, preferences, tmp_path, monkeypatch):
-    """Half of the texts without EOS. The table of the run shows rewards of the model that is saved. The Llama has
-    dropout, which is off in evaluations."""
+    """Half of the texts without EOS, others in each step. The table shows rewards of the model that is saved; further
+    training begins with its shift. The Llama has dropout, which is off in evaluations."""
     drawn = []
     watch(monkeypatch, reward_model, "drop_eos", lambda *given: drawn.append(cut_off(*given)))
     settings = SETTINGS | more | dict(eos_dropout=0.5, max_grad_norm=4.0, model=write_model(tmp_path / "model", kind))
     lines = run(reward_model, tmp_path / "run", **settings | dict(dataset=preferences.folder, num_sample_generations=1))
     assert 20 < sum(sum(map(sum, some)) for some in drawn) < 76
-    after = classifier(merged(tmp_path / "run") if more else tmp_path / "run")
+    assert torch.tensor([some for some in drawn if len(some) == 6]).any(0).float().mean() > 0.8
+    folder = merged(tmp_path / "run") if more else tmp_path / "run"
+    after = classifier(folder)
     agree(evaluated(lines[-1]), evaluation(after, preferences.tests))
     assert torch.cat(rewards(after, preferences.rows)).mean().item() == pytest.approx(0, abs=1e-4)
     (table,) = (tmp_path / "run/samples").iterdir()
     chosen, rejected = rewards(after, preferences.tests[:4])
     shown = load_file(table)["rewards"]
     assert (shown[:, 0] - shown[:, 1]).tolist() == pytest.approx((chosen - rejected).tolist(), abs=1e-4)
+    again = settings | dict(model=str(folder), dataset=preferences.folder, eos_dropout=0.0, batch_size=28)
+    line, *_ = run(reward_model, tmp_path / "again", **again, center_rewards_coefficient=1.0)
+    chosen, rejected = rewards(after, preferences.rows)
+    losses = (chosen + rejected) ** 2 - (chosen - rejected).sigmoid().log()
+    assert kind == "llama" or line["loss"] == pytest.approx(losses.mean().item(), rel=1e-3)
 
 
 def test_a_longer_run_is_one_that_goes_on(preferences, tmp_path):

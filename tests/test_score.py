@@ -179,20 +179,22 @@ def test_files_with_one_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_several_functions_add_up_with_their_weights(name):
-    """A None counts as 0; a row of which all functions say None has the mean score of the others."""
+    """A None counts as 0; a row of which all functions say None has the mean score of the others. The last row has no
+    end; its penalty has no weight."""
     module, nan = script(name), math.nan
     ids = torch.arange(4)[:, None]
     group = [4] if name == "grpo" else []
-    rollout = module.Rollout(ids, ids > -1, ids, ids > -1, ids[:, 0] > -1, ids / 8, [{}] * 4, *group)
+    rollout = module.Rollout(ids, ids > -1, ids, ids > -1, ids[:, 0] < 3, ids / 8, [{}] * 4, *group)
     rewards = {"even": [2.0, nan, 2.0, nan], "three": [3.0] * 4, "none": [nan] * 4}
     for names, weights, scores in (
-        (["even", "three"], (1.0, 0.5), [3.5, 1.5, 3.5, 1.5]),
+        (["even", "three"], (2.0, 0.5), [5.5, 1.5, 5.5, 0.5]),
         (["even"], (), [2.0] * 4),
         (["even", "three"], (1.0, 0.0), [2.0] * 4),
         (["none"], (), [0.0] * 4),
     ):
         functions = {name: lambda *_, x=rewards[name]: torch.tensor(x) for name in names}
-        module.score_batch(rollout, functions, None, module.Args(reward_weights=weights, device="cpu"))
+        args = module.Args(reward_weights=weights, missing_eos_penalty=1.0, device="cpu")
+        module.score_batch(rollout, functions, None, args)
         assert rollout.scores.tolist() == scores
 
 

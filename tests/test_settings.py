@@ -5,8 +5,10 @@ import shutil
 import sys
 
 import pytest
-from runs import GOLD, NAMES, ON_PROMPTS, main, script, slow_but, words_of, write_rows
+import torch
+from runs import GOLD, NAMES, ON_PROMPTS, main, run, script, slow_but, words_of, write_rows
 from sources import lines_of as lines_of_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 REWARDS = """
@@ -98,6 +100,34 @@ def test_default_learning_rates_and_sizes(monkeypatch):
         found = [choose(lora_r=r, device="cpu").learning_rate for r in (0, 4)]
         assert found == pytest.approx([rate, 10 * rate], rel=0.02)  # they have two digits
     assert [choose(device=device).micro_batch_size for device in ("cpu", "cuda")] == [16, 8192 // (11 + 53)]
+
+
+OF_ADAM = dict(weight_decay=0.3, adam_betas=(0.7, 0.8), adam_epsilon=1e-4, max_grad_norm=1e-3, learning_rate=1e-3)
+OF_ADAM |= dict(lr_scheduler_type="linear", warmup_ratio=0.5, num_ppo_epochs=1, num_train_epochs=1.5)
+
+
+@pytest.mark.parametrize("name", slow_but(["rloo", "dpo", "sft", "reward_model"], NAMES))
+def test_every_step_has_the_settings_of_the_optimizer(name, tiny, tmp_path, request):
+    """Those of AdamW, the norm of the gradient, and a learning rate that rises over half of the run, and falls."""
+    rates = []
+
+    def note(optimizer, *_):
+        for group in optimizer.param_groups:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in group["params"] if p.grad is not None])
+            assert norm.item() == pytest.approx(1e-3, rel=1e-3) and group["weight_decay"] == 0.3
+            assert (group["betas"], group["eps"]) == ((0.7, 0.8), 1e-4) or "adam_betas" not in given and name != "ddpo"
+        rates.append(group["lr"])
+
+    kinds = {"adam_beta1": 0.7, "adam_beta2": 0.8, "adam_weight_decay": 0.3}
+    given = OF_ADAM | ({f"train_{key}": x for key, x in (OF_ADAM | kinds).items()} if name == "ddpo" else {})
+    given["missing_eos_penalty"] = 1.0  # in each batch some response does not end
+    given = {key: x for key, x in (tiny[name] | given).items() if hasattr(script(name).Args, key)}
+    request.addfinalizer(register_optimizer_step_pre_hook(note).remove)
+    run(name, tmp_path / "run", **given)
+    n = len(rates)
+    rise = n // 2
+    shares = [i / rise for i in range(rise)] + [(n - i) / (n - rise) for i in range(rise, n)]
+    assert rates == pytest.approx([1e-3 * (1 if name == "ddpo" else x) for x in shares]) and n > 1
 
 
 TRL_COMMAND = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import make_tokenizer
 from numbers_of_others import golden
-from runs import run, write_rows
+from runs import run, watch, write_rows
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,6 +43,15 @@ def test_blocks_keep_their_labels_and_need_one():
     (block,) = sft.pack(texts, 5)
     assert block[0].tolist() == [5, 6, 7, 8, 9] and block[1].tolist() == [True, False, False, True, True]
     assert sft.pack([(np.arange(6), np.arange(6) == 3)], 3) == []
+
+
+def test_what_is_packed_is_not_cut(tmp_path, tiny, monkeypatch):
+    sizes = []
+    watch(monkeypatch, sft, "pack", lambda _, texts, length: sizes.append((sum(len(ids) for ids, _ in texts), length)))
+    run(sft, tmp_path / "run", **tiny["sft"], packing=True, max_length=8)
+    rows = [json.loads(line) for line in open(f"{tiny['sft']['dataset']}/train.jsonl")]
+    texts = TOKENIZER([row["prompt"] + row["completion"] for row in rows])["input_ids"]
+    assert sizes == [(sum(len(ids) + 1 for ids in texts), 8)]
 
 
 def read(tmp_path, rows, tokenizer=TOKENIZER, **settings):
