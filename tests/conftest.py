@@ -98,11 +98,9 @@ def uneven(tmp_path_factory):
 def clear_pairs(tmp_path_factory):
     """The pairs whose two texts differ most in their true reward: 384 to train on and 128 others to evaluate on."""
     rows = (ROOT / "toy/data/preferences/train.jsonl").read_text("utf-8").splitlines(keepends=True)[:3000]
-    pairs = [json.loads(row) for row in rows]
-    prompts = [pair["prompt"] for pair in pairs]
+    prompts, *sides = zip(*([json.loads(row)[name] for name in ("prompt", "chosen", "rejected")] for row in rows))
     gold = runpy.run_path(str(ROOT / "toy/gold_score.py"))["gold_score"]
-    good = gold(prompts, [pair["chosen"] for pair in pairs])
-    bad = gold(prompts, [pair["rejected"] for pair in pairs])
+    good, bad = (gold(prompts, side) for side in sides)
     best = sorted(range(len(rows)), key=lambda i: bad[i] - good[i])[:512]
     splits = {"validation": best[::4], "train": [x for i, x in enumerate(best) if i % 4]}
     folder = tmp_path_factory.mktemp("clear_pairs")

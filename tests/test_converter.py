@@ -123,22 +123,18 @@ REFUSED = {  # a row that fits, one that does not, flags, and what the sentence 
     "a bad completion": (filled("A", "b", label=True), filled("A", "b", label=False), [], "'label'"),
     "an answered prompt": ({"prompt": talk("A?")}, {"prompt": talk("A?", "B")}, [], "'prompt'"),
     "no question": (CHAT, {"messages": say("B")}, [], "follow"),
-    "no answer": (CHAT, {"messages": talk("A?")}, [], "no answer"),
     "tool calls": (CHAT, {"messages": [*talk("A?"), CALL]}, [], "tool calls"),
     "another key": (CHAT, {"messages": [GOOD[0] | {"name": "Eva"}, GOOD[1]]}, [], "name"),
     "several forms": ({"prompt": "A"}, {"prompt": talk("A?")}, [], "'prompt'"),
     "several types": ({"prompt": "A", "x": 72}, {"prompt": "A", "x": "72"}, [], "'x'"),
     "no number": ({"prompt": "A", "x": "1"}, {"prompt": "A", "x": "one"}, ["--numbers", "x"], "'one'"),
-    "pictures": ({"prompt": "A", "images": []}, {"prompt": "A", "images": ["x.png"]}, [], "'images'"),
     "tools that are none": ({"prompt": GOOD[:1], "tools": None}, {"prompt": GOOD[:1], "tools": ["saw"]}, [], "'tools'"),
     "half a character": ({"text": "A"}, {"text": "\ud83d"}, [], "character"),
 }
 NO_MESSAGES = {
-    "a number": talk(5),
     "a picture": talk([*TEXT, PICTURE]),
     "one message": {"role": "user", "content": "Hi?"},
     "Python": str(talk("Hi?")),
-    "another role": [{"role": "tool", "content": "5"}, *talk("Hi?")],
 }
 REFUSED |= {kind: ({"prompt": talk("A?")}, {"prompt": value}, [], "'prompt") for kind, value in NO_MESSAGES.items()}
 
@@ -159,7 +155,6 @@ FILES = {  # name, content, flags, and a word of the sentence
     "fewer cells": ("d.csv", b"prompt,x\nA,1\nB\n", [], "row 2"),
     "Latin-1": ("d.csv", "prompt\nA\nZürich\n".encode("latin-1"), [], "line 3.*UTF-8"),
     "a broken line": ("d.jsonl", b'{"prompt": "A"}\n{"prompt": "B\n', [], "row 2.*JSON"),
-    "no parquet": ("d.parquet", b"prompt\nA\n", [], "cannot be read"),
     "nothing": ("d.jsonl", b"\n", [], "no rows"),
     "another kind": ("d.xlsx", b"x", [], "xlsx|jsonl"),
     "unknown columns": ("d.csv", b"question,answer\nA,1\n", [], "question, answer.*--prompt-column"),
@@ -168,7 +163,6 @@ FILES = {  # name, content, flags, and a word of the sentence
     "a form that it has not": ("d.csv", b"prompt\nA\n", ["--form", "pairs"], "prompt"),
     "the name of an argument": ("d.csv", b"prompt,completions\nA,1\n", [], "completions"),
     "texts for a chat model": ("d.csv", b"text\nA\n", ["--chat"], "row 1.*--chat"),
-    "none to train on": ("d.csv", b"text\nA\nB\n", ["--held-out", "2"], "--held-out"),
 }
 
 

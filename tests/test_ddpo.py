@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
-from runs import run, untimed, watch
+from runs import run, watch
 from safetensors.torch import load_file
 from shapes import PROMPTS, TOY, UNET, close, flat, random, step, toy_chain, toy_rollout, trained
 from sources import ROOT
@@ -265,7 +265,7 @@ def test_an_adapter_alone_is_trained_and_saved(tmp_path):
 def test_pictures_and_a_pipeline(tmp_path):
     """Above, what the first model draws, the same in all; below, what the policy draws from this noise. Of the
     folder the UNet is trained, and all else as it was."""
-    lines = run(ddpo, tmp_path / "a", image_steps=1, **TINY)
+    run(ddpo, tmp_path / "a", image_steps=1, **TINY)
     files = [tmp_path / f"a/images/epoch-000{i}.png" for i in (1, 2)]
     first, last = (torch.tensor(np.array(Image.open(file).convert("L"))) for file in files)
     half = len(first) // 2
@@ -273,8 +273,6 @@ def test_pictures_and_a_pipeline(tmp_path):
     for file in ("text_encoder/model.safetensors", "vae/diffusion_pytorch_model.safetensors", UNET):
         after, before = load_file(tmp_path / "a" / file), load_file(TOY / file)
         assert all(torch.equal(after[name], before[name]) for name in before) == (file != UNET)
-    again = run(ddpo, tmp_path / "b", image_steps=99, **TINY)
-    assert untimed(again) == untimed(lines)  # the pictures draw no number of the run's
 
 
 # --- It learns --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import importlib
 import re
 import shlex
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -117,13 +118,6 @@ def read(command, monkeypatch):
     return module, module.read_command_line()
 
 
-def words_of(args):
-    values = []
-    for value in vars(args).values():
-        values += value if isinstance(value, tuple) else [value]
-    return [value for value in values if isinstance(value, str)]
-
-
 @of_pages
 def test_commands_are_understood(path, monkeypatch):
     """By the script itself: each value has the right type; and files of this repository that they name are there."""
@@ -131,7 +125,8 @@ def test_commands_are_understood(path, monkeypatch):
         if "--resume" in command:  # which needs the run
             continue
         _, args = read(command, monkeypatch)
-        for word in words_of(args):
+        values = [value if isinstance(value, tuple) else [value] for value in vars(args).values()]
+        for word in map(str, chain(*values)):
             assert not word.startswith(("toy/", "docs/", "rewards/")) or Path(word.split(":")[0]).exists(), word
 
 

@@ -120,11 +120,9 @@ def points(marks):
     return tuple(sum(x[i] for x in marks.values()) for i in (0, 1))
 
 
-def test_right_answers_and_runs_get_all_points(handed_in):
+def test_right_answers_and_runs_get_all_points_and_wrong_ones_none(handed_in):
+    """The mistake is named."""
     assert points(mark.answers(handed_in)) == (16, 16) and points(mark.runs(handed_in)) == (21, 21)
-
-
-def test_a_wrong_number_is_named(handed_in):
     for name, (_, mistakes) in mark.right_answers(mark.draw("")).items():
         for x, sentence in mistakes.items():
             (handed_in / "answers.toml").write_text(f"{name} = {x:.4g}\n")

@@ -1,7 +1,5 @@
 """Scripts learn in a few seconds, and not with a sign turned; grpo.py and ddpo.py: in their files."""
 
-import math
-
 import pytest
 from runs import GOLD, run
 
@@ -27,7 +25,6 @@ def test_sft_learns(tmp_path, part_of):
     lines = run("sft", tmp_path / "run", **settings)
     assert lines[0]["loss"] == pytest.approx(8.03, abs=0.2)
     assert lines[-1]["eval/loss"] < 6.6
-    assert lines[-1]["eval/perplexity"] == pytest.approx(math.exp(lines[-1]["eval/loss"]), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -120,7 +120,6 @@ def test_a_policy_that_samples_otherwise_than_it_trains_ends_the_run(name, tiny,
 
 
 def test_weights_that_are_missing_or_belong_to_another_architecture_are_refused(saved, tiny, tmp_path):
-    """The library would draw missing ones at random, and say so in a log that nobody reads."""
     folder = saved("llama")
     weights = load_file(Path(folder, "model.safetensors"))
     key, other = "model.norm.weight", "model.layers.0.self_attn.q_norm.weight"

@@ -155,15 +155,12 @@ def test_a_wrong_row_is_refused_by_its_number(case, start):
         start(name, [good, good, wrong, good], **dict(*settings))
 
 
-def test_a_line_that_is_no_json_is_refused(tmp_path, start):
-    (tmp_path / "d.jsonl").write_text('{"text": "A"}\n{"text": "A"')
-    with pytest.raises(SystemExit, match="^error: row 2 "):
-        start("sft", tmp_path / "d.jsonl")
+WRONG_FILES = [("d.csv", "prompt,answer\nA,B\n"), ("d.json", '[{"prompt": "A"}]'), ("d.jsonl", '{"text": "A"}\n{"te')]
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "ppo"])
-@pytest.mark.parametrize("file, text", [("d.csv", "prompt,answer\nA,B\n"), ("d.json", '[{"prompt": "A"}]')])
-def test_other_files_are_refused(file, text, name, tmp_path, start):
+@pytest.mark.parametrize("file, text", WRONG_FILES)
+def test_wrong_files_are_refused(file, text, name, tmp_path, start):
     (tmp_path / file).write_text(text)
     with pytest.raises(SystemExit, match="^error: .*jsonl"):
         start(name, tmp_path / file)

@@ -29,8 +29,6 @@ EVERYTHING = {  # what fills a checkpoint
     "reward_model": dict(eos_dropout=0.5, eval_steps=2),
     "ddpo": dict(num_epochs=3, per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=3),
 }
-
-
 LOOPS = slow_but(["ppo"], ["ppo", "sft", "ddpo"])
 
 
@@ -295,11 +293,8 @@ def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch, tiny):
     assert run("ppo", tmp_path / "run", track=True, **tiny["ppo"]) == logged
 
 
-SAMPLES = [name for name in NAMES if name in ON_PROMPTS]
-
-
 @pytest.mark.parametrize("change", [{}, {"early_stopping": True}, {"pad_token_id": -1}], ids=str)
-@pytest.mark.parametrize("name", slow_but(["ppo"], SAMPLES))
+@pytest.mark.parametrize("name", slow_but(["ppo"], ON_PROMPTS))
 def test_programs_sample_from_a_model_as_the_run_did(name, change, tiny, tmp_path):
     """What the generation config had before may be refused; it may not keep a trained model from being saved."""
     shutil.copytree(f"toy/{'guess/' * (name == 'agent')}sft", tmp_path / "model")

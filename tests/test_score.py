@@ -19,8 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import ppo
 
 GROUPS = {"rloo": {"rloo_k": 4}, "grpo": {"num_generations": 4}}
-
-
 NOTE = """
 import json
 

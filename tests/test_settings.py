@@ -12,9 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 REWARDS = """
-def one(*_, **__):
-    return [1.0]
-
 def endless(prompts, **_):
     return [-float("inf")] * len(prompts)
 

@@ -126,7 +126,7 @@ def test_the_page_of_a_run(tmp_path):
     check_page(page, 3)
     data = json.loads(re.search(r'runs\.set\("\w+", (.*)\)', page)[1])
     first, second, third = data["samples"]
-    assert first["tokens"] == HOSTILE and second["tokens"] == HOSTILE[:1] and third["tokens"] == HOSTILE[:3]
+    assert [x["tokens"] for x in (first, second, third)] == [HOSTILE, HOSTILE[:1], HOSTILE[:3]]
     assert first["prompt"] == "<img src=x>" and (first["update"], third["update"]) == (1, 7)
     assert first["columns"]["advantages"] == [-3, 2, None, None, 0.5, 0.1235] and first["columns"]["alike"] == [0.5] * 6
     assert second["columns"] == {"advantages": [1], "old_logprobs": [-1], "alike": [-0.5]}
