@@ -88,7 +88,7 @@ def test_evaluations_and_tables_do_not_touch_the_training(name, settings_of, tmp
     looks = dict(dataset_test_split="validation", eval_steps=2, num_sample_generations=9)
     run(name, tmp_path / "a", **settings)
     b = run(name, tmp_path / "b", **settings | {key: x for key, x in looks.items() if key in known})
-    if "eval_steps" in known:
+    if "eval_steps" in known and name not in ON_PROMPTS:  # whose evaluations are those of test_held_out.py
         evaluated = [any(key.startswith("eval/") for key in line) for line in b]
         assert evaluated == [(i + 1) % 2 == 0 or i + 1 == len(b) for i in range(len(b))]
     b = [{key: x for key, x in line.items() if not key.startswith("eval/")} for line in b]
