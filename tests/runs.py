@@ -162,6 +162,11 @@ def merged(folder):
     return load("tools/merge.py", "tools_merge").merge(folder)
 
 
+def without_key_bias(name, x):
+    """Attention does not change with the bias of the keys, so its gradient is rounding, which Adam makes into steps."""
+    return x if not name.endswith("c_attn.bias") else torch.cat([x[: len(x) // 3], x[2 * len(x) // 3 :]])
+
+
 def assert_same_run(folder, other):
     """Metrics and weights of two runs are the same, bit for bit."""
     assert untimed(lines_of(folder)) == untimed(lines_of(other))
@@ -182,7 +187,8 @@ def assert_close_runs(folder, other, rel=1e-3, abs=1e-5, weights=2e-6, edge=0.0)
     a, b = weights_of(folder), weights_of(other)
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=0, atol=weights, msg=name)
+        x, y = without_key_bias(name, a[name]), without_key_bias(name, b[name])
+        torch.testing.assert_close(x, y, rtol=0, atol=weights, msg=name)
 
 
 def checkpoints(folder):

@@ -116,13 +116,13 @@ def worlds(tmp_path_factory, uneven):
         for i, pair in enumerate(pairs):
             pair.setdefault("chosen", pair.get("completion"))
             pair.setdefault("completion", pair["chosen"])
-            pair.setdefault("rejected", f" {i % 7}" * (i % 9 + 1))
+            pair.setdefault("rejected", f" {i % 4 + 1}" * (i % 9 + 1))
             pair["margin"] = i % 3 / 4
         for name in ("pairs", "texts"):
             (folder / world / name).mkdir()
             (folder / world / name / "train.jsonl").write_text("\n".join(map(json.dumps, pairs)))
             pairs[3]["prompt"] = ""  # from here on; without one, dpo.py looks for what two texts share
-            pairs[5]["prompt"] *= 40  # nor is there room for its completion
+            pairs[5]["prompt"] = " ".join([pairs[5]["prompt"]] * 40)  # nor is there room for its completion
 
     def settings(script: str, world: str) -> dict[str, str]:
         if script in ON_TEXTS:

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import NAMES, run, script, watch
+from runs import NAMES, run, script, watch, without_key_bias
 from safetensors.torch import load_file
 from sources import ROOT, load, text_of
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -239,11 +239,6 @@ def near(what, ours, theirs, bound=1e-5, mask=..., scale=None):
     scale = theirs if scale is None else scale.double()
     found = (ours - theirs).norm() / scale.norm().clamp(min=1e-12)
     assert found < bound, f"{what}: {found:.2g} is over {bound:g}"
-
-
-def without_key_bias(name, x):
-    """Attention does not change with the bias of the keys, so its gradient is rounding, which Adam makes into steps."""
-    return x if not name.endswith("c_attn.bias") else torch.cat([x[: len(x) // 3], x[2 * len(x) // 3 :]])
 
 
 def compare_steps(trl, ours):
