@@ -111,7 +111,7 @@ def test_a_full_disk_loses_nothing(name, whole, settings_of, tmp_path, monkeypat
             run(name, folder, **settings_of(name))
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(caught.value).startswith("error: ")
-    signal.getsignal(signal.SIGINT).__self__.lock.release()  # as the end of the process would
+    signal.getsignal(signal.SIGTERM).__self__.lock.release()  # as the end of the process would
     assert [file.name for file in folder.glob("checkpoints/*")] == ["step-00000001.pt"]
     main(name, "--resume", folder)
     assert_same_run(folder, whole(name))
