@@ -1,8 +1,8 @@
 """Plants faults in a script, one at a time, and prints those that no test sees.
 
-    python tests/plant_faults.py ppo.py tests/test_additions.py tests/test_parity.py --number 50 --seed 1
-    python tests/plant_faults.py ppo.py tests/test_loss.py --function policy_loss    # whatever can be turned in there
-    python tests/plant_faults.py ppo.py tests -m "slow or not slow"                  # other flags are pytest's
+    python tools/plant_faults.py ppo.py tests/test_additions.py tests/test_parity.py --number 50 --seed 1
+    python tools/plant_faults.py ppo.py tests/test_loss.py --function policy_loss    # whatever can be turned in there
+    python tools/plant_faults.py ppo.py tests -m "slow or not slow"                  # other flags are pytest's
 
 A fault is a small change somewhere in the syntax tree: an operator turned, a constant changed, arguments exchanged, a
 keyword argument, a sign or a statement left out. Each is planted in a copy of the repository, where the tests run until
