@@ -54,6 +54,15 @@ def test_what_is_packed_is_not_cut(tmp_path, tiny, monkeypatch):
     assert sizes == [(sum(len(ids) + 1 for ids in texts), 8)]
 
 
+def test_dropout_is_drawn_anew_in_each_step_and_process(tmp_path, tiny, monkeypatch):
+    seeds = []
+    watch(monkeypatch, sft, "update", lambda *_: seeds.append(torch.initial_seed()))
+    for rank in (0, 1):
+        monkeypatch.setattr(sft, "RANK", rank)
+        sft.train(sft.Args(**tiny["sft"], num_sample_generations=0, device="cpu", output_dir=f"{tmp_path}/{rank}"))
+    assert len(set(seeds)) == len(seeds) == 8
+
+
 def read(tmp_path, rows, tokenizer=TOKENIZER, **settings):
     """The texts that are trained on, as (text without a loss, text with a loss)."""
     args = sft.Args(dataset=write_rows(tmp_path / "rows.jsonl", rows), device="cpu", **settings)
