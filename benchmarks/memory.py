@@ -2,18 +2,23 @@
 
     python benchmarks/memory.py --ladder    # by formula: the savings of each option, for a 7B policy
     python benchmarks/memory.py --recipes   # by formula: the commands of recipes/README.md
-    python benchmarks/memory.py --measure   # small models on one and two processes of this machine; five minutes
+    python benchmarks/memory.py --measure   # GPT-2's size, on one and two processes of this machine; ten minutes
 
-The formulas, in bytes, for N weights, L layers of width D, a vocabulary of V; b rows of P + T tokens in a micro-batch,
-of which T are the response; B rows sampled at once:
+The formulas, in bytes, for N weights, E of them in embeddings and head, L layers of width D, a vocabulary of V; b rows
+of P + T tokens in a micro-batch, of which T are the response; B rows sampled at once:
 
     trained network   4 N weights + 4 N gradients + 8 N Adam
-    frozen network    4 N; in bfloat16 half of it except for the embeddings, unless it is the policy without its adapter
-    activations       bfloat16: 36 D b (P + T) L, and 2 N weights cast for the pass; float32: 64 D b (P + T) L; with
-                      checkpointing 4 D b (P + T) L and those of one layer. (GPT-2's layer: inputs of two norms and of
-                      four products, q, k, v, both sides of the GELU; attention that keeps no matrix of its weights)
-    logits            12 b T V: the logits, their log-softmax and its gradient
-    cache             2 L D_kv B (P + T) keys and values, of 2 or 4 bytes; and 12 B V
+    frozen network    4 N; in bfloat16 2 N + 2 E. With LoRA of rank r, each trained network is a frozen one with
+                      adapters of some 20 r D L trained weights; reference and reward model are such a one without them
+    reward function   4 N, if it reads a model of this size, as rewards/model.py does
+    activations       a D b (P + T) L, where a is measured (see Shape); with checkpointing 4 D b (P + T) L, and those of
+                      one layer; in bfloat16 also 2 N weights cast for the pass
+    logits            b T V numbers of the model's own dtype, whose memory their gradient takes; three slices of 64 MB
+    cache             2 L D_kv B (P + T) keys and values, of 2 or 4 bytes; and 16 B V of the sampler
+
+Several processes divide weights, gradients and moments of trained networks; at stage 3 also those of frozen ones. Then
+a network is gathered before use: at stage 2 the whole of each trained one, at stage 3 two layers, embeddings and head;
+and the whole policy while it samples.
 """
 
 import argparse
@@ -30,6 +35,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from common import RESULTS, ROOT, describe_machine, describe_ours, markdown, require
+from throughput import GPT2 as SIZE
 from throughput import Setting, ours_flags, peak_memory_mb, start
 
 GB = 1e9
@@ -44,6 +50,7 @@ class Shape:
     vocab: int
     kv_width: int
     weights: float  # in total
+    activations: tuple[int, int]  # bytes kept for the backward pass, per token, layer and D: in float32, in bfloat16
     tied: bool = False  # whether head and embedding share weights
 
     @property
@@ -57,42 +64,69 @@ class Shape:
         return self.vocab * self.width * (1 if self.tied else 2)
 
 
-PYTHIA = Shape(16, 2048, 50304, 2048, 1.01e9)
-LLAMA = Shape(32, 4096, 32000, 4096, 6.74e9)
-QWEN = Shape(24, 896, 151936, 128, 494e6, tied=True)
+# The activations were counted by torch.autograd.graph.saved_tensors_hooks on models of these families with 4 layers
+GPT2 = Shape(12, 768, 50257, 768, 124e6, (66, 38), tied=True)
+PYTHIA = Shape(16, 2048, 50304, 2048, 1.01e9, (74, 40))
+LLAMA = Shape(32, 4096, 32000, 4096, 6.74e9, (87, 59))
+QWEN = Shape(24, 896, 151936, 128, 494e6, (123, 77), tied=True)
+TRAINED = {"ppo": 2, "rloo": 1, "grpo": 1, "dpo": 1}
 
 
 @dataclass(frozen=True)
 class Plan:
     """The settings of a run that its memory depends on."""
 
-    trained: int = 2  # PPO: policy and critic
-    frozen: int = 2  # reference and reward model
-    rows: int = 4  # in a micro-batch
+    script: str = "ppo"
+    reference: bool = True
+    reward_model: bool = True  # of the policy's size; rloo and grpo read it by rewards/model.py, dpo has none
+    rows: int = 4  # in a micro-batch; of dpo, completions: two for each pair
     rollout_rows: int = 32
     prompt: int = 512
     response: int = 512
     bf16: bool = True
     checkpointing: bool = False
-    lora: bool = False  # the policy has no gradients or moments; adapters count as 0 bytes
+    lora: int = 0  # the rank
+    processes: int = 1
+    stage: int = 2
 
 
 def memory(m: Shape, p: Plan) -> dict[str, float]:
     """Bytes on a GPU, by purpose."""
-    N, tokens = m.weights, p.prompt + p.response
-    trained, frozen = (p.trained - 1, p.frozen + 1) if p.lora else (p.trained, p.frozen)
-    per_token = (36 if p.bf16 else 64) * m.width
-    activations = per_token * p.rows * tokens * m.layers
+    N, tokens = m.weights, p.rows * (p.prompt + p.response)
+    networks = TRAINED[p.script]
+    adapters = 20 * p.lora * m.width * m.layers
+    trained = networks * (adapters if p.lora else N)  # weights
+    stored = 2 * N + 2 * m.embeddings if p.bf16 else 4 * N  # bytes of a frozen network
+    whole = stored + 4 * adapters if p.lora else 4 * N  # bytes of a trained network
+    others = 0 if p.lora else p.reference + (p.reward_model and p.script == "ppo")  # frozen networks of their own
+    part = 1 / p.processes
+    weights = networks * whole * part + others * stored * (part if p.stage == 3 else 1)
+    if p.reward_model and p.script in ("rloo", "grpo"):
+        weights += 4 * N  # in each process
+    held = {"weights": weights, "gradients": 4 * trained * part, "Adam": 8 * trained * part}
+
+    a = m.width * m.activations[p.bf16]
+    activations = a * tokens * m.layers
     if p.checkpointing:
-        activations = (4 * m.width * m.layers + per_token) * p.rows * tokens
-    casts = 2 * (N if not p.checkpointing else m.layer + m.embeddings) if p.bf16 else 0
-    stored = 2 * N + 2 * m.vocab * m.width if p.bf16 else 4 * N  # of a frozen network
-    held = {"weights": 4 * N * trained + stored * frozen, "gradients": 4 * N * trained, "Adam": 8 * N * trained}
-    update = {"activations": activations + casts, "logits": 12 * p.rows * p.response * m.vocab}
-    cache = (2 if p.bf16 else 4) * 2 * m.layers * m.kv_width * p.rollout_rows * tokens + 12 * p.rollout_rows * m.vocab
-    in_update = sum(held.values()) + sum(update.values())
-    in_rollout = held["weights"] + held["Adam"] + cache + (2 * N if p.bf16 else 0)  # the policy in bfloat16
-    return held | update | {"in the update": in_update, "in the rollout": in_rollout}
+        activations = (4 * m.width * m.layers + a) * tokens
+    casts = 0
+    if p.bf16:
+        cast = m.embeddings if p.lora else m.layer + m.embeddings if p.checkpointing else N
+        casts = 2 * cast
+    logits = p.rows * p.response * m.vocab * (2 if p.bf16 else 4) + 3 * 2**26
+    gathered = sampling = 0
+    if p.processes > 1:
+        of_layers = (2 * m.layer + m.embeddings) / N * whole
+        gathered = networks * whole if p.stage == 2 else of_layers
+        sampling = whole
+    update = {"activations": activations + casts, "logits": logits, "gathered": gathered}
+
+    in_rollout = 0
+    if p.script != "dpo":
+        cache = 2 * m.layers * m.kv_width * p.rollout_rows * (p.prompt + p.response) * (2 if p.bf16 else 4)
+        cache += 16 * p.rollout_rows * m.vocab
+        in_rollout = held["weights"] + held["Adam"] + sampling + cache + casts
+    return held | update | {"in the update": sum((held | update).values()), "in the rollout": in_rollout}
 
 
 def peak(m: Shape, p: Plan) -> float:
@@ -101,38 +135,41 @@ def peak(m: Shape, p: Plan) -> float:
     return max(parts["in the update"], parts["in the rollout"])
 
 
-LADDER = [  # an option, and its change of the plan; each is added to those before it
-    ("as it comes: 16 rows at a time, 64 sampled at once", {}),
-    ("`--micro-batch-size 4`", {"rows": 4}),
-    ("`--local-rollout-forward-batch-size 16`", {"rollout_rows": 16}),
-    ("`--gradient-checkpointing`", {"checkpointing": True}),
+SMALLER = "`--micro-batch-size 4 --local-rollout-forward-batch-size 16`"
+LADDER = [  # options, and their change of the plan; each is added to those before it
+    ("float32, 8 rows at a time, 32 sampled at once (the defaults on a GPU)", {}),
     ("`--bf16`", {"bf16": True}),
-    ("`--lora-r 16`", {"lora": True}),
+    (SMALLER, {"rows": 4, "rollout_rows": 16}),
+    ("`--gradient-checkpointing`", {"checkpointing": True}),
+    ("`--lora-r 16`", {"lora": 16}),
+    ("without it, on eight GPUs, with 8 of 64 responses each", {"lora": 0, "processes": 8, "rollout_rows": 8}),
+    ("`--zero-stage 3`", {"stage": 3}),
 ]
+COLUMNS = {  # of the ladder
+    "PPO": {"script": "ppo"},
+    "RLOO, GRPO": {"script": "grpo", "reward_model": False},
+    "DPO": {"script": "dpo"},
+}
 
 
 def climb() -> None:
     """Prints the ladder for a 7B policy."""
-    plan = Plan(rows=16, rollout_rows=64, bf16=False)
-    print("PPO of a 7B policy in float32, 512 + 512 tokens: GB on a GPU at the fullest moment\n")
-    lines, before = [["", "GB", "saved"]], None
+    plan = Plan(rows=8, bf16=False)
+    print("A 7B policy, prompts and responses of 512 tokens: GB on each GPU at the fullest moment, all calculated\n")
+    lines = [["", *COLUMNS]]
     for name, change in LADDER:
         plan = replace(plan, **change)
-        now = peak(LLAMA, plan) / GB
-        lines.append([name, f"{now:.0f}", "" if before is None else f"{before - now:.0f}"])
-        before = now
+        lines.append([name, *(f"{peak(LLAMA, replace(plan, **column)) / GB:.0f}" for column in COLUMNS.values())])
     print(markdown(lines))
+    print(f"\nrewards/model.py with a reward model of 7B, in rloo.py or grpo.py: {4 * LLAMA.weights / GB:.0f} GB more")
 
 
-ON_POLICY = {"bf16": True, "rows": 16, "rollout_rows": 16, "prompt": 512, "response": 53}
+ON_POLICY = {"rows": 16, "rollout_rows": 16, "prompt": 512, "response": 53}
 RECIPES = {  # sizes of the commands in recipes/README.md; a pair is two rows
     "TL;DR, PPO, one GPU": (PYTHIA, Plan(**ON_POLICY)),
-    "TL;DR, RLOO, one GPU": (PYTHIA, Plan(**ON_POLICY, trained=1)),
-    "IMDB": (
-        Shape(12, 768, 50257, 768, 124e6, tied=True),
-        Plan(2, 1, rows=16, rollout_rows=128, prompt=16, response=16),
-    ),
-    "GSM8K": (QWEN, Plan(1, 0, rows=8, rollout_rows=160, prompt=256, response=512)),
+    "TL;DR, RLOO, one GPU": (PYTHIA, Plan(**ON_POLICY, script="rloo")),
+    "IMDB": (GPT2, Plan(reward_model=False, rows=16, rollout_rows=128, prompt=16, response=16)),
+    "GSM8K": (QWEN, Plan("grpo", False, False, rows=8, rollout_rows=160, prompt=256, response=512)),
 }
 
 
@@ -145,14 +182,21 @@ def of_recipes() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Measured
 
-SETTING = Setting(layers=6, width=512, heads=8, vocab=16000, prompt_lengths=(8, 8), response_length=16, epochs=2)
-SMALL = Shape(6, 512, 16000, 512, 6 * 12 * 512**2 + 16000 * 512 + 128 * 512, tied=True)
+SETTING = Setting(**SIZE, prompt_lengths=(8, 8), response_length=16, epochs=2)
 CASES = [  # script, processes, rows of a micro-batch, flags, and what they change of the plan
     ("ppo", 1, 2, "", {}),
-    ("ppo", 2, 2, "", {}),
-    ("rloo", 1, 2, "--rloo-k 2", {"trained": 1}),
-    ("ppo", 1, 64, "", {}),
-    ("ppo", 1, 64, "--gradient-checkpointing", {"checkpointing": True}),
+    ("ppo", 1, 32, "", {}),
+    ("ppo", 1, 32, "--gradient-checkpointing", {"checkpointing": True}),
+    ("ppo", 1, 2, "--lora-r 16", {"lora": 16}),
+    ("ppo", 2, 2, "--zero-stage 2", {}),
+    ("ppo", 2, 2, "--zero-stage 3", {"stage": 3}),
+    ("rloo", 1, 2, "--rloo-k 2", {}),
+    ("rloo", 1, 2, "--rloo-k 2 --lora-r 16", {"lora": 16}),
+    ("rloo", 2, 2, "--rloo-k 2 --zero-stage 3", {"stage": 3}),
+    ("grpo", 1, 2, "--num-generations 2", {}),
+    ("dpo", 1, 2, "", {}),
+    ("dpo", 1, 2, "--lora-r 16", {"lora": 16}),
+    ("dpo", 2, 2, "--zero-stage 3", {"stage": 3}),
 ]
 FREED = {
     "HF_HUB_OFFLINE": "1",
@@ -172,7 +216,8 @@ def run(script: str, flags: list[str]) -> None:
 
     sys.path.insert(0, str(ROOT))
     module = importlib.import_module(script)
-    module.ctypes = SimpleNamespace(CDLL=lambda _: None)  # by which it would ask glibc to keep freed memory
+    libc = SimpleNamespace(mallopt=lambda *_: 0)
+    module.ctypes = SimpleNamespace(CDLL=lambda _: libc)  # by which it would ask glibc to keep freed memory
     peaks = [peak_memory_mb()]
     register_optimizer_step_post_hook(lambda *_: peaks.append(peak_memory_mb()))
     sys.argv = [f"{script}.py", *flags]
@@ -181,16 +226,31 @@ def run(script: str, flags: list[str]) -> None:
         Path(flags[flags.index("--output-dir") + 1], "peaks.json").write_text(json.dumps(peaks))
 
 
+def flags_of(script: str, models: Path, output: Path, rows: int, processes: int) -> list[str]:
+    """The flags of a run of two optimiser steps, each on one micro-batch: at the second, there are moments."""
+    setting = replace(SETTING, batch=rows * processes, rollout_batch=rows, updates=0)
+    if script != "dpo":
+        return [*ours_flags(setting, script, models, output), "--micro-batch-size", str(rows)]
+    prompt = " ".join(f"t{i}" for i in range(2, 10))
+    chosen = "".join(f" t{i}" for i in range(10, 26))
+    rejected = "".join(f" t{i}" for i in range(26, 42))
+    pairs = [{"prompt": prompt, "chosen": chosen, "rejected": rejected}] * rows * processes
+    (models / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    words = f"--model {models}/policy --dataset {models}/pairs.jsonl --batch-size {rows // 2 * processes} "
+    words += f"--micro-batch-size {rows // 2} --num-train-epochs 1 --num-sample-generations 0 --output-dir {output}"
+    return words.split()
+
+
 def measured(models: Path, script: str, processes: int, rows: int, flags: str) -> float:
     """Growth in bytes of the first process's peak between the imports and the last optimiser step."""
     output = Path(tempfile.mkdtemp(dir=models), "run")
-    setting = replace(SETTING, batch=rows * processes, rollout_batch=rows, updates=2)
-    words = [*ours_flags(setting, script, models, output), "--micro-batch-size", str(rows), *flags.split()]
+    words = [*flags_of(script, models, output, rows, processes), *flags.split()]
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command += [__file__, "--worker", script, *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | FREED, cwd=ROOT, check=False)
+    environment = os.environ | FREED | {"REWARD_MODEL": f"{models}/reward"}  # which rewards/model.py reads
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
     require(done.returncode == 0, f"{script} {flags} failed:\n{done.stderr[-3000:]}")
     before, *_, after = json.loads((output / "peaks.json").read_text())
     return (after - before) * 2**20
@@ -199,22 +259,23 @@ def measured(models: Path, script: str, processes: int, rows: int, flags: str) -
 def measure() -> None:
     """Compares the formulas with measured peaks; prints a table, and writes results/memory-measured.json."""
     lines = [["run", "processes", "by formula, GB", "measured, GB", "measured / formula"]]
+    about = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
+    about["machine"] = describe_machine()
     found = []
     with tempfile.TemporaryDirectory() as folder:
         start({"kind": "models", "setting": asdict(SETTING), "output": folder}, sys.executable)
         for script, processes, rows, flags, change in CASES:
             name = f"{script}.py {flags}".strip()
             print(name, file=sys.stderr)
-            plan = Plan(rows=rows, rollout_rows=rows, prompt=8, response=16, bf16=False)
-            formula = peak(SMALL, replace(plan, **change))
+            plan = Plan(script, rows=rows, rollout_rows=rows, prompt=8, response=16, bf16=False, processes=processes)
+            formula = peak(GPT2, replace(plan, **change))
             peak_bytes = measured(Path(folder), script, processes, rows, flags)
             sizes = {"processes": processes, "rows": rows, "formula": formula, "measured": peak_bytes}
             found.append({"run": name} | sizes)
+            results = about | {"runs": found}  # after each run, since one may fail
+            (RESULTS / "memory-measured.json").write_text(json.dumps(results, indent=1) + "\n")
             figures = [formula / GB, peak_bytes / GB, peak_bytes / formula]
             lines.append([f"`{name}`, {rows} rows", str(processes), *(f"{x:.2f}" for x in figures)])
-    about = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
-    results = about | {"machine": describe_machine(), "runs": found}
-    (RESULTS / "memory-measured.json").write_text(json.dumps(results, indent=1) + "\n")
     print(markdown(lines))
 
 
