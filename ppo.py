@@ -398,7 +398,7 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, tokens, temperature, with_entropy):
         """Log-probabilities (n,), and entropies (n,), which have no gradient."""
-        size = max(1, 2**24 // logits.shape[1])  # tokens in a slice of 64 MB
+        size = max(1, 2**22 // logits.shape[1])  # tokens in a slice of 16 MB
         logprobs = []
         entropy = []
         for x, token in zip(logits.split(size), tokens[:, None].split(size)):

@@ -13,7 +13,7 @@ of P + T tokens in a micro-batch, of which T are the response; B rows sampled at
     reward function   4 N, if it reads a model of this size, as rewards/model.py does
     activations       a D b (P + T) L, where a is measured (see Shape); with checkpointing 4 D b (P + T) L, and those of
                       one layer; in bfloat16 also 2 N weights cast for the pass
-    logits            b T V numbers of the model's own dtype, whose memory their gradient takes; three slices of 64 MB
+    logits            b T V numbers of the model's own dtype, whose memory their gradient takes; three slices of 16 MB
     cache             2 L D_kv B (P + T) keys and values, of 2 or 4 bytes; and 16 B V of the sampler
 
 Several processes divide weights, gradients and moments of trained networks; at stage 3 also those of frozen ones. Then
@@ -113,7 +113,7 @@ def memory(m: Shape, p: Plan) -> dict[str, float]:
     if p.bf16:
         cast = m.embeddings if p.lora else m.layer + m.embeddings if p.checkpointing else N
         casts = 2 * cast
-    logits = p.rows * p.response * m.vocab * (2 if p.bf16 else 4) + 3 * 2**26
+    logits = p.rows * p.response * m.vocab * (2 if p.bf16 else 4) + 3 * 2**24
     gathered = sampling = 0
     if p.processes > 1:
         of_layers = (2 * m.layer + m.embeddings) / N * whole
