@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from by_hand import SETTINGS, agree, evaluated, ids_of, read_text, saved, toy_rows, write_data, write_model
-from runs import merged, run, slow_but, untimed, write_rows
+from runs import merged, run, untimed, write_rows
 from sources import ROOT
 from transformers import AutoTokenizer
 
@@ -67,7 +67,7 @@ def logps_and_rewards(model, reference, row, length, beta):
     return logps, rewards
 
 
-@pytest.mark.parametrize("more", slow_but([{}], [{}, dict(lora_r=2, learning_rate=5e-2)]))
+@pytest.mark.parametrize("more", [{}, dict(lora_r=2, learning_rate=5e-2)])
 @torch.no_grad()
 def test_evaluation_by_hand(more, tmp_path):
     """Of the model that is saved; without dropout; with or without log-probabilities that are computed before."""
