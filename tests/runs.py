@@ -4,6 +4,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import shutil
 import sys
 from contextlib import contextmanager, suppress
@@ -58,6 +59,12 @@ def main(module, *words):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
         module.train(module.read_command_line())
+
+
+def execute(name, *words):
+    """The same, as a program."""
+    sys.argv = [f"{name}.py", *map(str, words)]
+    runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
 
 
 def write_rows(file, rows):

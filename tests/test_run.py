@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 import torch
 import yaml
-from runs import GOLD, NAMES, ON_PROMPTS, assert_same_run, checkpoints, cut, fork, lines_of, main, run
+from runs import GOLD, NAMES, ON_PROMPTS, assert_same_run, checkpoints, cut, execute, fork, lines_of, main, run
 from runs import script, slow_but, untimed, watch, weights_of, words_of, write_rows
 from sources import ROOT
 from transformers import GenerationConfig
@@ -247,7 +247,22 @@ def test_a_folder_is_used_again_until_there_is_a_step(tiny, tmp_path, monkeypatc
         main("sft", *words)
 
 
+def test_two_runs_may_begin_in_one_second(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ppo = script("ppo")
+    assert len({ppo.start(ppo.Args(device="cpu")).output_dir for _ in range(2)}) == 2
+
+
 # --- What it prints
+
+
+def test_an_error_has_a_line_of_its_own(tiny, tmp_path):
+    """The progress bar ends before it."""
+    (tmp_path / "r.py").write_text("sizes = [1, 8]\n\ndef f(**_):\n    return [0.0] * sizes.pop()\n")
+    settings = tiny["ppo"] | dict(device="cpu", output_dir=tmp_path / "run", reward_fn=f"{tmp_path}/r.py:f")
+    process = fork(tmp_path / "said", execute, "ppo", *words_of(**settings))
+    process.join()
+    assert b"\nerror: " in (tmp_path / "said").read_bytes()
 
 
 def test_a_stream_may_lack_a_letter(tmp_path, monkeypatch):

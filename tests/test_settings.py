@@ -156,3 +156,11 @@ def test_ppo_knows_trls_names_of_its_settings(monkeypatch):
     assert (args.num_ppo_epochs, args.kl_coef, args.learning_rate) == (2, 0.3, 2e-5)
     assert (args.reward_fn, args.model, args.reward_model) == (("f.py:f",), "a", "b")
     assert (args.dataset, args.dataset_config) == ("c", "d")
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_line_says_that_bfloat16_is_slow_on_this_processor(is_fast, tmp_path, monkeypatch, capsys):
+    """On one without AVX-512 BF16."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": is_fast})
+    script("sft").start(script("sft").Args(bf16=True, device="cpu", output_dir=str(tmp_path / "run")))
+    assert ("--bf16" in capsys.readouterr().out) != is_fast
