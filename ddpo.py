@@ -43,14 +43,12 @@ Papers: DDPO 2305.13301 (sec. 4); DDIM 2010.02502 (eq. 12, 16); guidance 2207.12
 """
 
 import ctypes
-import inspect
 import json
 import math
 import os
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -60,6 +58,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import diffusers
@@ -132,7 +131,7 @@ class Args:
     reward_fn: tuple[str, ...] = (f"{TOY}/shapes/make.py:left_ink",)  # file.py:name of f(images, prompts, metadata)
     reward_weights: tuple[float, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters on the UNet's attention (Hu et al. 2021), 0 for none (TRL: 4)
-    bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
+    bf16: bool = False  # models run in bfloat16 (autocast), weights and moments stay in float32. Slow on most CPUs
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text; the whole row is the metadata of its image ---
     dataset: str = f"{TOY}/shapes/data"  # folder of train.jsonl, one such file, or a name on the hub
@@ -151,7 +150,7 @@ class Args:
 
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 def train(args):
-    """Trains the UNet of a pipeline. Saves the pipeline in the run's folder, with metrics, curves and pictures."""
+    """Trains the UNet of a pipeline. Saves the pipeline in the run's folder, with metrics and pictures."""
     args = start(args)
     prompts = load_rows(args)
     reward_fns = load_image_rewards(args)
@@ -514,9 +513,6 @@ def draw_images(run, chain, prompts, args):
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
-CURVES = "reward_mean|/mean$|objective/kl$|approx_kl|clipfrac"  # metrics of curves.png
-
-
 def load_chain(args):
     """Policy and reference, the UNet of a Stable Diffusion pipeline, in evaluation mode: dropout would move the ratio.
 
@@ -584,10 +580,6 @@ def load_image_rewards(args):
     reward_fns = {}
     for spec in args.reward_fn:
         function = load_function(spec, "--reward-fn")
-        try:
-            inspect.signature(function).bind("images", "prompts", "metadata")
-        except TypeError as error:
-            sys.exit(f"error: --reward-fn {spec}: {error}; it is called with images, prompts, metadata")
         reward_fns[spec.rpartition(":")[2]] = function
     require(len(reward_fns) == len(args.reward_fn), "--reward-fn: two functions have the same name")
     has_weights = len(args.reward_weights) in (0, len(reward_fns))
@@ -603,7 +595,7 @@ def load_rows(args):
     if path.exists():
         file = path / "train.jsonl" if path.is_dir() else path
         require(file.exists(), f"there is no {file}: recipes/data.py converts other files")
-        rows = parse(file.read_bytes().splitlines(), read_object, file)
+        rows = parse(file.read_bytes().splitlines(), lambda line: {**json.loads(line)}, file)
     else:
         import datasets
 
@@ -624,41 +616,23 @@ def load_rows(args):
 # === From here on, a function has the same text in all scripts that have it ==========================================
 # --- Rewards ----------------------------------------------------------------------------------------------------------
 def load_function(spec, flag):
-    """The function or class that file.py:name stands for."""
+    """The function or class that file.py:name stands for. The file imports from this folder and from PYTHONPATH."""
     file, _, name = spec.rpartition(":")
     require(Path(file).is_file(), f"{flag} {spec}: should be file.py:name, of a file that exists")
-    members = run_file(Path(file).resolve())
+    members = run_file(file)
     require(name in members, f"{flag} {spec}: {file} has no {name}, only {[x for x in members if x[0] != '_']}")
     return members[name]
 
 
-@cache
-def run_file(path):
-    """Runs a Python file once, and returns what it defines. It finds the modules beside it, and neither those beside
-    another such file nor, in place of a library, those of any."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(path.parent))
-    members = runpy.run_path(str(path), run_name=path.stem)
-    sys.path.append(sys.path.pop(0))
-    for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == path.parent:
-            del sys.modules[name]
-    return members
+run_file = cache(runpy.run_path)  # once for all functions of a file: a judge is loaded once
 
 
 def read_rewards(returned, n, name):
-    """(n,) the rewards that a function returned: a list, array or tensor of numbers, or None, which becomes NaN."""
-    values = returned.tolist() if hasattr(returned, "tolist") else returned
-    is_list = isinstance(values, (list, tuple)) and len(values) == n
-    require(is_list, f"{name} should return a list of {n} rewards, one for each response, not {returned!r:.60}")
-    rewards = torch.full((n,), math.nan, dtype=torch.float32)
-    for i, x in enumerate(values):
-        if x is not None:
-            x = x.tolist() if hasattr(x, "tolist") else x  # a number of NumPy or torch
-            is_number = isinstance(x, (int, float)) and math.isfinite(x)
-            require(is_number, f"reward {i + 1} of {name} is neither a finite number nor None: {x!r:.60}")
-            rewards[i] = x
-    return rewards
+    """(n,) the rewards that a function returned: finite numbers, or None, which becomes NaN."""
+    rewards = torch.tensor([0.0 if x is None else x for x in returned], dtype=torch.float32)
+    is_right = rewards.shape == (n,) and rewards.isfinite().all()
+    require(is_right, f"{name} should return {n} numbers or None, one for each response, not {returned!r:.60}")
+    return rewards.masked_fill(torch.tensor([x is None for x in returned]), math.nan)
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
@@ -674,17 +648,10 @@ def parse(rows, function, where):
     for number, row in enumerate(rows, 1):
         try:
             parsed.append(function(row))
-        except (SystemExit, ValueError, TemplateError) as error:
+        except (SystemExit, TypeError, ValueError, TemplateError) as error:
             reason = str(error).removeprefix("error: ")
             sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
-
-
-def read_object(line):
-    """The row of a line of JSON."""
-    row = json.loads(line)
-    require(isinstance(row, dict), f"a row is an object with columns, but this is {row!r:.60}")
-    return row
 
 
 def check_name(name, flag):
@@ -728,7 +695,7 @@ def start(args):
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:
         folder.mkdir(parents=True, exist_ok=True)
-        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb"}  # of a run without a step
+        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb", "metrics.jsonl"}  # no step
         require(not others, f"--output-dir {folder} has files: {sorted(others)[:3]}")
     device_type = torch.device(args.device).type
     if "RANK" in os.environ and not dist.is_initialized():
@@ -744,8 +711,6 @@ def start(args):
     logging.disable_progress_bar()
     if device_type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    elif args.bf16 and not torch.cpu.get_capabilities().get("avx512_bf16"):
-        print("--bf16 is several times slower on this CPU, which has no AVX-512 BF16")
     if sys.platform == "linux":  # glibc keeps freed memory: asking for it again takes a tenth of the time on a CPU
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
@@ -786,9 +751,7 @@ class Run:
         self.models = nn.ModuleDict(models)
         self.step = 0
         self.stop_requested = False
-        self.saved_at = time.time()
         self.shown = {}  # metrics beside the bar
-        self.lines = []  # of metrics.jsonl, before the first step is made
         self.output = Path(args.output_dir)  # only process 0 writes to it
         self.lock = FileLock(self.output / ".lock")  # until the process ends
         if not RANK:
@@ -803,32 +766,27 @@ class Run:
         self.wandb = None
         if RANK:
             return
-        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
-        about = {"revision": revision, "data": SOURCES}
-        (self.output / "args.json").write_text(json.dumps(asdict(args) | about, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args) | {"data": SOURCES}, indent=2))
         if args.track:
             import wandb
 
-            name = self.output.name
-            self.wandb = wandb.init(id=name, resume="allow", dir=self.output, config=asdict(args))
+            self.wandb = wandb.init(id=self.output.name, resume="allow", dir=self.output, config=asdict(args))
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
         after the current step."""
         numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
         numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
-        handlers = [signal.signal(number, self.on_signal) for number in numbers]
+        handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
             self.step_started = time.perf_counter()
             yield self.step
-            is_late = time.time() - self.saved_at > 600
-            wishes = torch.tensor([int(self.stop_requested), int(is_late)])
-            stops, lates = all_reduce(wishes).tolist()
-            self.stop_requested = stops > 0  # in any process
-            if stops or lates or self.step % self.args.save_steps == 0:
+            wishes = all_reduce(torch.tensor(int(self.stop_requested)))
+            self.stop_requested = wishes.item() > 0  # in any process
+            if self.stop_requested or self.step % self.args.save_steps == 0:
                 self.save()
-        for number, handler in zip(numbers, handlers):
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
     def on_signal(self, number, _):
@@ -845,11 +803,8 @@ class Run:
         self.bar.update(self.step - self.bar.n)
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
-            self.lines.append(json.dumps(line) + "\n")
-        if not RANK and self.step:
             with open(self.output / "metrics.jsonl", "a") as file:
-                file.writelines(self.lines)
-            self.lines = []
+                file.write(json.dumps(line) + "\n")
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
@@ -871,26 +826,21 @@ class Run:
 
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
-        self.saved_at = time.time()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
-        num_bytes = (self.output / "metrics.jsonl").stat().st_size
-        saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
+        saved = {"step": self.step, "state": self.state}
+        saved["num_bytes"] = (self.output / "metrics.jsonl").stat().st_size
         trained = [name for name, p in self.models.named_parameters() if p.requires_grad]
         saved |= {"weights": {name: weights[name] for name in trained}, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
-        unfinished = folder / "unfinished.pt"
-        try:
-            torch.save(saved, unfinished)
-        except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
-            unfinished.unlink(missing_ok=True)
-            sys.exit(f"error: no checkpoint could be written to {folder}. Is the disk full? {error}")
-        unfinished.rename(folder / f"step-{self.step:08d}.pt")
-        files = sorted(folder.glob("step-*.pt"))
-        for old in files[: -(self.args.save_total_limit or 1)]:
+        with TemporaryDirectory(dir=folder) as unfinished:  # is removed if the disk is full
+            file = Path(unfinished, f"step-{self.step:08d}.pt")
+            torch.save(saved, file)
+            file.rename(folder / file.name)
+        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
             old.unlink()
 
     def restore(self):
@@ -911,37 +861,17 @@ class Run:
             os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
 
     def finish(self):
-        """Saves the model, the model card and the curves."""
+        """Saves the model, and removes the checkpoints of a finished run."""
         self.bar.close()
         save_model(self.models["model"], self.output)
         if RANK:
             return
-        describe(self.output, self.args, self.step)
-        print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
+        print(f"saved in {self.output}: the model, and metrics.jsonl, which tools/curves.py draws")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
         elif not self.args.save_total_limit:
             shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
         self.lock.release()
-
-
-def describe(folder, args, step):
-    """Writes curves.png, with a panel for each metric of CURVES, and README.md, the model card."""
-    import pandas
-
-    lines = pandas.read_json(folder / "metrics.jsonl", lines=True).astype(float)
-    lines.index += step + 1 - len(lines)  # the last line is that of the last step
-    curves = lines.filter(regex=CURVES).interpolate(limit_area="inside")  # between evaluations
-    pairs = [(name, f"eval/{name}") for name in curves if f"eval/{name}" in curves]  # in one panel
-    styles = ["-" if name.startswith("eval/") else "." for name in curves]
-    axes = curves.plot(subplots=pairs or True, layout=(-1, 3), figsize=(15, 8), style=styles, xlabel="step")
-    axes.flat[0].figure.savefig(folder / "curves.png", bbox_inches="tight")
-    card = f"---\nlibrary_name: transformers\ntags: [{Path(__file__).stem}]\n"
-    for key, name in {"base_model": args.model, "datasets": args.dataset}.items():
-        card += "" if Path(name or "").exists() else f"{key}: [{name}]\n"  # of the hub
-    card += f"---\nTrained from {args.model or 'scratch'} on {', '.join(SOURCES.values())}.\n"
-    card += "\nSettings: args.json. Metrics: metrics.jsonl.\n\n![curves](curves.png)\n"
-    (folder / "README.md").write_text(card.replace(f"{TOY.parent}/", ""))
 
 
 def read_command_line():
@@ -951,12 +881,11 @@ def read_command_line():
     given = read()
     if not given.resume:
         return given
-    file = Path(given.resume, "args.json")
-    require(file.exists(), f"--resume {given.resume}: there is no run in this folder")
-    args = read(default=Args(**json.loads(file.read_text())))
-    code = getattr(args, "reward_fn", None), getattr(args, "env", None)
-    is_named = code == (getattr(given, "reward_fn", None), getattr(given, "env", None))
-    require(is_named, f"--resume: give --reward-fn or --env again, since they name code: {code}")
+    saved = json.loads(Path(given.resume, "args.json").read_text())
+    args = read(default=Args(**saved))
+    for name in {"reward_fn", "env"} & saved.keys():
+        is_named = getattr(args, name) == getattr(given, name)
+        require(is_named, f"--resume: give the files of code again: --{name} {getattr(args, name)}")
     return args
 
 
@@ -967,8 +896,7 @@ if __name__ == "__main__":
     args = read_command_line()
     try:
         train(args)
-    except BaseException:
+    finally:
         print(file=sys.stderr)  # ends the line of the progress bar
-        raise
     if dist.is_initialized():
         dist.destroy_process_group()

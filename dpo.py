@@ -28,8 +28,7 @@ Why is no reward model needed? The policy that maximises E[r] - beta KL(pi || pi
 / Z(x). Solved for r, this is the reward for which a policy is optimal: r = beta log(pi(y|x) / pi_ref(y|x)) + beta log
 Z(x). Put this r into the loss of reward_model.py, -log sigmoid(r_w - r_l): Z(x) cancels, and the loss above remains.
 
-Papers: Rafailov et al. 2305.18290 (eq. 7); hinge: SLiC 2305.10425; ipo: Azar et al. 2310.12036 (eq. 17).
-In short: lecture/dpo.py, 200 lines.
+Paper: Rafailov et al. 2305.18290 (eq. 7). In short: lecture/dpo.py, 200 lines.
 
   python dpo.py                                              # the toy world: offline, two minutes on two CPU cores
   python dpo.py --model ./sft --bf16 --dataset pairs.jsonl   # rows with prompt, chosen, rejected
@@ -42,7 +41,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -52,6 +50,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
 import numpy as np
@@ -87,7 +86,6 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 Positive = pydantic.PositiveFloat
 NonNegative = pydantic.NonNegativeFloat
 Share = Annotated[float, Field(ge=0, le=1)]
-MinorShare = Annotated[float, Field(ge=0, lt=0.5)]
 Count = pydantic.PositiveInt
 Natural = pydantic.NonNegativeInt
 
@@ -101,15 +99,9 @@ def alias(*flags):
 class Args:
     # --- DPO ---
     beta: Positive = 0.1  # weight of the KL in DPO's objective (DPO: 0.1 to 0.5). Lower: the policy moves further
-    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"  # DPO; SLiC; IPO, whose log-probabilities are means
-    label_smoothing: MinorShare = 0.0  # assumed share of pairs with a wrong label (conservative DPO); only with sigmoid
-    reference_free: bool = False  # leave out the reference: the loss uses log pi alone (TRL)
-    # run the reference once, before training; without LoRA, then free its memory (TRL)
-    precompute_ref: Annotated[bool, alias("--precompute-ref-log-probs")] = False
-    # tokens of prompt and completion. A longer pair loses part of its prompt, then the ends of its completions
+    # tokens of prompt and completion. A longer pair loses the start of its prompt, then the ends of its completions
     max_length: Count = 512
     max_prompt_length: Count = 128  # tokens of the prompt that stay if a pair is longer than max_length (TRL 0.7)
-    truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"  # the part of a long prompt that stays (TRL 0.7)
     # --- Optimisation ---
     # by default from the model's size, and ten times as high with LoRA
     learning_rate: Annotated[Positive | None, alias("--lr")] = None
@@ -123,7 +115,7 @@ class Args:
     # --- Model: a folder, or a name on the hub ---
     model: Annotated[str, alias("--model-name-or-path", "--sft-model-path")] = f"{TOY}/sft"  # first policy
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
-    bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
+    bf16: bool = False  # models run in bfloat16 (autocast), weights and moments stay in float32. Slow on most CPUs
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     zero_stage: Literal[2, 3] = 2  # with several processes, each holds a share of gradients and moments; 3: of weights
     # --- Data. A row has `prompt`, `chosen`, `rejected`, texts or messages; or two conversations ---
@@ -132,7 +124,7 @@ class Args:
     dataset_train_split: str = "train"  # split to train on
     dataset_test_split: str | None = "validation"  # split to evaluate on, if there is one
     # --- Run ---
-    seed: Natural = 1  # seed of the order of pairs, of adapters, and of the answers shown
+    seed: Natural = 1  # seed of the order of pairs, and of adapters
     num_train_epochs: Positive = 1.0  # passes over the pairs
     output_dir: str | None = None  # folder for all output; by default a new folder runs/SCRIPT__SEED__TIME
     resume: Annotated[str | None, alias("--resume-from-checkpoint")] = None  # folder of a run to continue
@@ -140,18 +132,13 @@ class Args:
     save_steps: Count = 100  # steps between checkpoints, which hold the full state of the run
     save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
     eval_steps: Count = 100  # steps between evaluations; the last step is always followed by one
-    num_sample_generations: Natural = 3  # how often to print sampled answers
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
 
 
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 def train(args):
-    """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
+    """Trains the policy. Saves it in the run's folder, with its metrics."""
     args = start(args)
-    needs_no_sigmoid = args.loss_type == "sigmoid" or not args.label_smoothing
-    require(needs_no_sigmoid, "--label-smoothing is for --loss-type sigmoid alone")
-    has_reference = not (args.precompute_ref and args.reference_free)
-    require(has_reference, "--precompute-ref reads a reference, which --reference-free leaves out")
     tokenizer = load_tokenizer(args.model)
     args = fit_context(args, args.model)
     pairs = load_pairs(args, tokenizer, args.dataset_train_split)
@@ -170,47 +157,33 @@ def train(args):
     optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
 
-    shown = (eval_pairs or pairs)[:3] if args.num_sample_generations else []
-    first_answers = draw_answers(policy, shown, args)  # of the untrained policy, which is the reference
-    eval_ref_logps = read_reference(reference, eval_pairs, args)  # (N, 2)
-    known_ref_logps = torch.zeros(len(pairs), 2, device=args.device)
-    if args.precompute_ref:
-        for rows in tqdm(batches[:steps_per_pass], desc="reading with the reference", disable=RANK > 0):
-            known_ref_logps[rows] = read_reference(reference, [pairs[i] for i in rows], args)
-        reference = None  # frees its memory
     run = Run(args, num_steps, optimizer, schedule, {}, model=policy)
     for step in run.steps():
         # 1. Encode: load_pairs did
-        rows = batches[step - 1]
-        batch = [pairs[i] for i in rows]
+        batch = [pairs[i] for i in batches[step - 1]]
 
         # 2. Read, 3. loss, and 4. update
-        ref_logps = known_ref_logps[rows]  # (B, 2)
-        if not args.precompute_ref:
-            ref_logps = read_reference(reference, batch, args)
-        stats = update(policy, optimizer, batch, ref_logps, args)
+        stats = update(policy, reference, optimizer, batch, args)
 
         stats["step"] = step
         stats["epoch"] = step / steps_per_pass
         stats["lr"] = optimizer.param_groups[0]["lr"]
         if eval_pairs and run.is_due(args.eval_steps):
-            stats |= evaluate(policy, eval_pairs, eval_ref_logps, args)
+            stats |= evaluate(policy, reference, eval_pairs, args)
         run.log(stats, "loss", "rewards/accuracies", "rewards/margins")
-        if shown and run.is_due(num_steps // args.num_sample_generations):
-            show_samples(run, policy, reference, shown, first_answers, args)
         schedule.step()
     run.finish()
 
 
 # --- 1. Encode --------------------------------------------------------------------------------------------------------
 def cut_to_fit(pair, args):
-    """Cuts a pair to max_length tokens: first the prompt, to max_prompt_length tokens, then the ends of the completions
-    (TRL 0.7)."""
-    prompt, size, limit = pair.prompt, args.max_prompt_length, args.max_length
-    if len(pair) > limit:
-        require(size < limit, f"--max-prompt-length {size} leaves no room for a completion in {limit} tokens")
-        prompt = prompt[-size:] if args.truncation_mode == "keep_end" else prompt[:size]
-    room = limit - len(prompt)
+    """Cuts a pair to max_length tokens: the start of its prompt, down to max_prompt_length tokens, then the ends of both
+    completions (TRL 0.7)."""
+    prompt = pair.prompt
+    if len(pair) > args.max_length:
+        prompt = prompt[-args.max_prompt_length :]
+    room = args.max_length - len(prompt)
+    require(room > 0, f"--max-prompt-length leaves no room for a completion in {args.max_length} tokens")
     return Pair(prompt, pair.chosen[:room], pair.rejected[:room], pair.margin)
 
 
@@ -221,113 +194,82 @@ def forward(model, input_ids, attention_mask, **options):
     return model(input_ids=input_ids, attention_mask=attention_mask, **options)
 
 
-class TokenLogprobs(torch.autograd.Function):
-    """token_logprobs of n tokens, a slice at a time: of the size of the logits (n, V), there is no other tensor."""
+def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
+    """(b, T) log-probabilities of tokens under softmax(logits / temperature), from logits (b, T, V), and the entropies
+    (b, T), which are 0 unless they are asked for."""
+    log_softmax = (logits.float() / temperature).log_softmax(-1)
+    logprobs = log_softmax.gather(-1, tokens[..., None]).squeeze(-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1) if with_entropy else torch.zeros_like(logprobs)
+    return logprobs, entropy.detach()
+
+
+class SlicedLogprobs(torch.autograd.Function):
+    """token_logprobs of logits (b, T, V), in slices of 16 MB: beside the logits, no other tensor has their size."""
+
+    @staticmethod
+    def slices(logits, *columns):
+        """Splits logits (b, T, V) to (n, V), and columns (b, T) to (n,)."""
+        n = max(1, 2**22 // logits.shape[-1])
+        return zip(logits.flatten(0, 1).split(n), *(x.flatten().split(n) for x in columns))
 
     @staticmethod
     def forward(ctx, logits, tokens, temperature, with_entropy):
-        """Log-probabilities (n,), and entropies (n,), which have no gradient."""
-        size = max(1, 2**22 // logits.shape[1])  # tokens in a slice of 16 MB
-        logprobs = []
-        entropy = []
-        for x, token in zip(logits.split(size), tokens[:, None].split(size)):
-            scaled = x.float() if temperature == 1 else x.float() / temperature
-            log_softmax = scaled.log_softmax(1)
-            logprobs.append(log_softmax.gather(1, token).squeeze(1))
-            if with_entropy:
-                entropy.append(-log_softmax.exp().mul_(log_softmax).sum(1))
-        logprobs = torch.cat(logprobs)
-        entropy = torch.cat(entropy) if with_entropy else torch.zeros_like(logprobs)
-        ctx.save_for_backward(logits, tokens, logprobs)
+        logits = logits.contiguous()
+        ctx.save_for_backward(logits, tokens)
+        ctx.temperature = temperature
+        parts = [token_logprobs(*x, temperature, with_entropy) for x in SlicedLogprobs.slices(logits, tokens)]
+        logprobs, entropy = [torch.cat(x).view(tokens.shape) for x in zip(*parts)]
         ctx.mark_non_differentiable(entropy)
-        ctx.temperature, ctx.size = temperature, size
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad, _):
-        """(one_hot - softmax) / temperature, times the gradient. It takes the memory of the logits: autograd would end
-        the run if another step needed them."""
-        logits, *columns = ctx.saved_tensors
-        columns = [x[:, None].split(ctx.size) for x in (*columns, grad / ctx.temperature)]
-        for x, token, logprob, slope in zip(logits.split(ctx.size), *columns):
-            scaled = x.float()  # in float32 the logits themselves
-            if ctx.temperature != 1:
-                scaled.div_(ctx.temperature)
-            softmax = scaled.sub_(scaled.gather(1, token) - logprob).exp_()  # minus the log of the normaliser
-            x.copy_(softmax.mul_(-slope).scatter_add_(1, token, slope))
+        """Computes each slice again. Its gradient takes the memory of its logits: autograd would end the run if another
+        step needed them."""
+        logits, tokens = ctx.saved_tensors
+        for x, token, slope in SlicedLogprobs.slices(logits, tokens, grad):
+            with torch.enable_grad():
+                leaf = x.detach().requires_grad_()
+                logprobs, _ = token_logprobs(leaf, token, ctx.temperature)
+            x.copy_(torch.autograd.grad(logprobs, leaf, slope)[0])
         return logits, None, None, None
 
 
-def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
-    """(B, T) log-probabilities of tokens under softmax(logits / temperature), from logits (B, T, V), and the entropies
-    (B, T); 0 unless they are asked for."""
-    both = TokenLogprobs.apply(logits.flatten(0, 1), tokens.flatten(), temperature, with_entropy)
-    return [x.view(tokens.shape) for x in both]
-
-
-def completion_logprobs(model, prompts, completions, args):
-    """(B, T) log-probability of each token of the completions, 0 on padding, and their mask, true on real tokens."""
-    prompt_ids, prompt_mask = pad(prompts, model.tokenizer, args, "left")  # (B, P)
-    ids, mask = pad(completions, model.tokenizer, args)  # (B, T)
+def completion_logps(model, pairs, tokenizer, args):
+    """log pi(y|x) of the chosen and of the rejected completions, (b,) each, from one forward pass over all of them."""
+    prompts = [pair.prompt for pair in pairs]
+    completions = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    prompt_ids, prompt_mask = pad(prompts + prompts, tokenizer, args, "left")  # (2b, P)
+    ids, mask = pad(completions, tokenizer, args)  # (2b, T)
     P, T = prompt_ids.shape[1], ids.shape[1]
-    text_ids = torch.cat([prompt_ids, ids], 1)  # (B, P+T), like the next one
+    text_ids = torch.cat([prompt_ids, ids], 1)  # (2b, P+T), like the next one
     text_mask = torch.cat([prompt_mask, mask], 1).long()
     positions = torch.arange(P - 1, P + T - 1, device=ids.device)  # P-1+t predicts token t
     with autocast(args):
         output = forward(model, text_ids, text_mask, use_cache=False, logits_to_keep=positions)
-    logprobs, _ = token_logprobs(output.logits, ids)  # (B, T)
-    return logprobs.masked_fill(~mask, 0.0), mask
-
-
-def completion_logps(model, pairs, args):
-    """log pi(y|x) of the chosen and of the rejected completions, (b,) each, from one forward pass over all of them.
-
-    It is the sum over a completion's tokens; for ipo, their mean (TRL).
-    """
-    prompts = [pair.prompt for pair in pairs]
-    completions = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    logprobs, mask = completion_logprobs(model, prompts + prompts, completions, args)  # (2b, T)
-    logps = logprobs.sum(1)  # (2b,)
-    if args.loss_type == "ipo":
-        logps = logps / mask.sum(1)
-    return logps.split(len(pairs))
-
-
-@torch.no_grad()
-def read_reference(reference, pairs, args):
-    """(N, 2) log pi_ref(y|x) of the chosen and rejected completions of all pairs; with reference_free, 0."""
-    if reference is None or not pairs:
-        return torch.zeros(len(pairs), 2, device=args.device)
-    parts = [torch.stack(completion_logps(reference, some, args), 1) for some, _ in micro_batches(pairs, args)]
-    return all_gather(torch.cat(parts))[: len(pairs)]
+    logprobs, _ = SlicedLogprobs.apply(output.logits, ids, 1.0, False)  # (2b, T)
+    return logprobs.masked_fill(~mask, 0.0).sum(1).split(len(pairs))
 
 
 # --- 3. Loss ----------------------------------------------------------------------------------------------------------
-def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, loss_type="sigmoid", label_smoothing=0.0):
+def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta):
     """Losses (b,), and the rewards beta log(pi / pi_ref) of chosen and rejected completions, (b,) each.
 
-    All four inputs are log-probabilities of completions (b,). The gradient of the first loss is -beta sigmoid(-beta
-    Delta) times that of log pi(y_w|x) - log pi(y_l|x): largest where the policy prefers the wrong completion.
+    All four inputs are log-probabilities of completions (b,). The gradient of the loss is -beta sigmoid(-beta Delta)
+    times that of log pi(y_w|x) - log pi(y_l|x): largest where the policy prefers the wrong completion.
     """
     chosen_rewards = beta * (chosen - ref_chosen)
     rejected_rewards = beta * (rejected - ref_rejected)
-    margins = chosen_rewards - rejected_rewards  # beta Delta
-    match loss_type:
-        case "sigmoid":
-            losses = -F.logsigmoid(margins)
-            losses = (1 - label_smoothing) * losses - label_smoothing * F.logsigmoid(-margins)
-        case "hinge":
-            losses = torch.relu(1 - margins)
-        case "ipo":
-            losses = ((margins - 0.5) / beta) ** 2
+    losses = -F.logsigmoid(chosen_rewards - rejected_rewards)
     return losses, chosen_rewards.detach(), rejected_rewards.detach()
 
 
-def pair_losses(policy, pairs, ref_logps, args):
-    """Steps 2 and 3: the losses (b,) of pairs, given their log pi_ref(y|x) (b, 2), and metrics (b, 1)."""
-    chosen, rejected = completion_logps(policy, pairs, args)  # (b,) each
-    logps = chosen, rejected, *ref_logps.unbind(1)
-    losses, chosen_rewards, rejected_rewards = dpo_loss(*logps, args.beta, args.loss_type, args.label_smoothing)
+def pair_losses(policy, reference, pairs, args):
+    """Steps 2 and 3: the losses (b,) of pairs, and metrics (b, 1)."""
+    with torch.no_grad():
+        ref_logps = completion_logps(reference, pairs, policy.tokenizer, args)  # (b,) each
+    chosen, rejected = completion_logps(policy, pairs, policy.tokenizer, args)  # (b,) each
+    losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, *ref_logps, args.beta)
     margins = chosen_rewards - rejected_rewards
     metrics = {
         "loss": losses,
@@ -362,14 +304,12 @@ class Meter(Counter):
         return dict(zip(self, (sums / counts.clamp(min=1)).tolist()))
 
 
-def update(policy, optimizer, batch, ref_logps, args):
-    """Makes one optimiser step on a batch of pairs, given their log pi_ref(y|x) (B, 2). Returns its metrics.
-
-    The loss is the mean over all pairs of the batch, however they are split into micro-batches and among processes.
-    """
+def update(policy, reference, optimizer, batch, args):
+    """Makes one optimiser step on a batch of pairs. Returns its metrics. The loss is the mean over all pairs of the
+    batch, however they are split into micro-batches and among processes."""
     meter = Meter()
-    for rows, mask in micro_batches(range(len(batch)), args):
-        losses, metrics = pair_losses(policy, [batch[i] for i in rows], ref_logps[rows], args)
+    for pairs, mask in micro_batches(batch, args):
+        losses, metrics = pair_losses(policy, reference, pairs, args)
         loss = masked_sum(losses, mask) / len(batch)
         (WORLD_SIZE * loss).backward()  # gradients are averaged over processes
         meter.add(metrics, mask[:, None])
@@ -383,64 +323,25 @@ def update(policy, optimizer, batch, ref_logps, args):
 
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs ==============================
 @torch.no_grad()
-def evaluate(policy, pairs, ref_logps, args):
+def evaluate(policy, reference, pairs, args):
     """The same metrics on the test split."""
     meter = Meter()
-    for rows, mask in micro_batches(range(len(pairs)), args):
-        _, metrics = pair_losses(policy, [pairs[i] for i in rows], ref_logps[rows], args)
+    for some, mask in micro_batches(pairs, args):
+        _, metrics = pair_losses(policy, reference, some, args)
         meter.add(metrics, mask[:, None])
     return {f"eval/{name}": x for name, x in meter.means().items()}
 
 
-@torch.no_grad()
-def show_samples(run, policy, reference, pairs, first_answers, args):
-    """Prints prompts with answers of the policy, now and before training. Saves the log-probabilities of its answers
-    under policy and reference, for tools/xray.py."""
-    decode = policy.tokenizer.batch_decode
-    prompts = [pair.prompt for pair in pairs]
-    answers = draw_answers(policy, pairs, args)
-    columns = {"prompt": decode(prompts), "chosen": decode([pair.chosen for pair in pairs])}
-    columns |= {"policy": decode(answers), "reference": decode(first_answers)}
-    tensors = {}
-    tensors["prompts"], tensors["prompt_mask"] = pad(prompts, policy.tokenizer, args, "left")  # (3, P)
-    tensors["responses"], tensors["mask"] = pad(answers, policy.tokenizer, args)  # (3, T), like the next ones
-    tensors["logprobs"], _ = completion_logprobs(policy, prompts, answers, args)
-    if reference is not None:
-        tensors["ref_logprobs"], _ = completion_logprobs(reference, prompts, answers, args)
-    run.show(columns, tensors)
-
-
-def draw_answers(policy, pairs, args):
-    """Samples at most 53 tokens for the prompt of each pair, at temperature 1, always with the same random numbers."""
-    torch.manual_seed(args.seed)
-    context = getattr(policy.config.get_text_config(), "max_position_embeddings", 2**31)
-    room = context - max((len(pair.prompt) for pair in pairs), default=0)
-    answers = []
-    for pair in pairs:
-        ids = torch.tensor(pair.prompt[None], device=args.device).long()
-        with autocast(args):
-            text = policy.generate(ids, max_new_tokens=min(53, room))
-        answers.append(text[0, len(pair.prompt) :].cpu().numpy())
-    return answers
-
-
 # --- Models -----------------------------------------------------------------------------------------------------------
-CURVES = "loss$|rewards/(chosen|rejected|accuracies)$"  # metrics of curves.png
-
-
 def load_models(args):
     """Loads the policy, and makes the reference, a copy; with LoRA, it is the policy without its adapters. They stay in
     evaluation mode: dropout is off (TRL)."""
     policy = load_model(AutoModelForCausalLM, args.model)
-    policy.stop_token_ids = find_stop_tokens(policy, is_chat=bool(policy.tokenizer.chat_template))
-    set_generation(policy, temperature=1.0)
+    set_stop_tokens(policy, bool(policy.tokenizer.chat_template), 1.0)
+    reference = deepcopy(policy).requires_grad_(False) if not args.lora_r else partial(without_adapters, policy)
     if args.lora_r:
         add_adapters(policy, args.lora_r)
-        reference = partial(without_adapters, policy)
-        reference.tokenizer = policy.tokenizer
-    else:
-        reference = deepcopy(policy).requires_grad_(False)
-    return policy, None if args.reference_free else reference
+    return policy, reference
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
@@ -562,7 +463,7 @@ def parse(rows, function, where):
     for number, row in enumerate(rows, 1):
         try:
             parsed.append(function(row))
-        except (SystemExit, ValueError, TemplateError) as error:
+        except (SystemExit, TypeError, ValueError, TemplateError) as error:
             reason = str(error).removeprefix("error: ")
             sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
@@ -595,32 +496,21 @@ def read_rows(args, split):
     require(part in splits, f"{name} has no {part}.jsonl or {part}.parquet, only the splits {list(splits)}")
     file = splits[part]
     if file.suffix == ".jsonl":
-        rows = parse(file.read_bytes().splitlines(), read_object, file)
+        rows = parse(file.read_bytes().splitlines(), lambda line: {**json.loads(line)}, file)
     elif file.suffix == ".parquet":
         rows = pyarrow.parquet.read_table(file).to_pylist()
     else:
         require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
         rows = datasets.load_dataset(name, args.dataset_config, split=part).to_list()
-    if file.suffix != ".jsonl":
-        rows = json.loads(json.dumps(rows, default=str), object_hook=without_nulls)  # at any depth; dates as texts
+    if file.suffix != ".jsonl":  # a schema puts nulls, at any depth, where a row has no such key
+        text = json.dumps(rows, default=str)  # dates as texts
+        rows = json.loads(text, object_hook=lambda x: {key: value for key, value in x.items() if value is not None})
     rows = rows[: int(end[:-1])] if end else rows
     require(rows, f"{file} has no rows")
     SOURCES[split] = f"{len(rows)} rows of {file}"
     print(f"{split}: {SOURCES[split]}")
     columns = dict.fromkeys(column for row in rows for column in row)
     return [{column: row.get(column) for column in columns} for row in rows]
-
-
-def read_object(line):
-    """The row of a line of JSON."""
-    row = json.loads(line)
-    require(isinstance(row, dict), f"a row is an object with columns, but this is {row!r:.60}")
-    return row
-
-
-def without_nulls(x):
-    """An object without the nulls that the schema of a parquet file puts where a row has no such key."""
-    return {key: value for key, value in x.items() if value is not None}
 
 
 def check_text(text, column):
@@ -642,8 +532,8 @@ def check_messages(messages, last):
     require(isinstance(messages, list) and messages, f"these are no messages, as in other rows: {messages!r:.60}")
     for message in messages:
         is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
-        require(is_message, f"a message has a role and a content, but this is {message!r:.60}")
-        require(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
+        is_message = is_message and message["role"] in ("system", "user", "assistant")
+        require(is_message, f"a message has a role (system, user, assistant) and a content, not {message!r:.60}")
         check_text(message["content"], "content")
     require(messages[-1]["role"] == last, f"the last message is not one of the {last}")
 
@@ -653,8 +543,7 @@ def render(messages, row, tokenizer, **options):
     Refuses a row of which the template leaves something out."""
     require(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
     settings = row.get("chat_template_kwargs") or {}
-    is_plain = isinstance(settings, dict) and "chat_template" not in settings
-    require(is_plain, f"chat_template_kwargs should be an object, without a template: {settings!r:.60}")
+    require("chat_template" not in settings, "chat_template_kwargs should have no template")
     text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options | settings)
     for message in messages:
         require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
@@ -750,23 +639,20 @@ def load_model(auto_class, name, new_weights=()):
     return model.eval()
 
 
-def find_stop_tokens(model, is_chat):
-    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>, if they are added
-    tokens, since a config's default can be any token; in conversations also the end of the chat template's turns."""
+def set_stop_tokens(model, is_chat, temperature):
+    """Sets the ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>, if they
+    are added tokens, since a config's default can be any token; in conversations also the end of the chat template's
+    turns. Other programs sample from the saved model as the run does."""
     tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
     ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
     ids &= tokenizer.added_tokens_decoder.keys()
     if is_chat:
         ids.add(tokenizer.encode(turn_end(tokenizer)[1], add_special_tokens=False)[-1])
-    print(f"a text ends at one of {tokenizer.convert_ids_to_tokens(sorted(ids))}")
-    return sorted(ids)
-
-
-def set_generation(model, temperature):
-    """Sets how other programs sample from the saved model: as the run does, and nothing else of what it came with."""
-    ids = {"eos_token_id": model.stop_token_ids, "pad_token_id": model.tokenizer.pad_token_id}
-    model.generation_config = GenerationConfig(do_sample=True, temperature=temperature, top_k=0, **ids)
+    model.stop_token_ids = sorted(ids)
+    print(f"a text ends at one of {tokenizer.convert_ids_to_tokens(model.stop_token_ids)}")
+    special = {"eos_token_id": model.stop_token_ids, "pad_token_id": tokenizer.pad_token_id}
+    model.generation_config = GenerationConfig(do_sample=True, temperature=temperature, top_k=0, **special)
 
 
 def add_adapters(model, r):
@@ -799,7 +685,7 @@ def start(args):
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:
         folder.mkdir(parents=True, exist_ok=True)
-        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb"}  # of a run without a step
+        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb", "metrics.jsonl"}  # no step
         require(not others, f"--output-dir {folder} has files: {sorted(others)[:3]}")
     device_type = torch.device(args.device).type
     if "RANK" in os.environ and not dist.is_initialized():
@@ -815,8 +701,6 @@ def start(args):
     logging.disable_progress_bar()
     if device_type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    elif args.bf16 and not torch.cpu.get_capabilities().get("avx512_bf16"):
-        print("--bf16 is several times slower on this CPU, which has no AVX-512 BF16")
     if sys.platform == "linux":  # glibc keeps freed memory: asking for it again takes a tenth of the time on a CPU
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
@@ -828,15 +712,6 @@ def all_reduce(x):
     if WORLD_SIZE > 1:
         dist.all_reduce(x)
     return x
-
-
-def all_gather(x):
-    """Joins the rows x (B/WORLD_SIZE, ...) of all processes, in the order of the processes, to (B, ...)."""
-    if WORLD_SIZE == 1:
-        return x
-    shares = [torch.empty_like(x) for _ in range(WORLD_SIZE)]
-    dist.all_gather(shares, x.contiguous())
-    return torch.cat(shares)
 
 
 def place(model, args):
@@ -894,9 +769,7 @@ class Run:
         self.models = nn.ModuleDict(models)
         self.step = 0
         self.stop_requested = False
-        self.saved_at = time.time()
         self.shown = {}  # metrics beside the bar
-        self.lines = []  # of metrics.jsonl, before the first step is made
         self.output = Path(args.output_dir)  # only process 0 writes to it
         self.lock = FileLock(self.output / ".lock")  # until the process ends
         if not RANK:
@@ -911,32 +784,27 @@ class Run:
         self.wandb = None
         if RANK:
             return
-        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
-        about = {"revision": revision, "data": SOURCES}
-        (self.output / "args.json").write_text(json.dumps(asdict(args) | about, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args) | {"data": SOURCES}, indent=2))
         if args.track:
             import wandb
 
-            name = self.output.name
-            self.wandb = wandb.init(id=name, resume="allow", dir=self.output, config=asdict(args))
+            self.wandb = wandb.init(id=self.output.name, resume="allow", dir=self.output, config=asdict(args))
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
         after the current step."""
         numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
         numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
-        handlers = [signal.signal(number, self.on_signal) for number in numbers]
+        handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
             self.step_started = time.perf_counter()
             yield self.step
-            is_late = time.time() - self.saved_at > 600
-            wishes = torch.tensor([int(self.stop_requested), int(is_late)])
-            stops, lates = all_reduce(wishes).tolist()
-            self.stop_requested = stops > 0  # in any process
-            if stops or lates or self.step % self.args.save_steps == 0:
+            wishes = all_reduce(torch.tensor(int(self.stop_requested)))
+            self.stop_requested = wishes.item() > 0  # in any process
+            if self.stop_requested or self.step % self.args.save_steps == 0:
                 self.save()
-        for number, handler in zip(numbers, handlers):
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
     def on_signal(self, number, _):
@@ -953,11 +821,8 @@ class Run:
         self.bar.update(self.step - self.bar.n)
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
-            self.lines.append(json.dumps(line) + "\n")
-        if not RANK and self.step:
             with open(self.output / "metrics.jsonl", "a") as file:
-                file.writelines(self.lines)
-            self.lines = []
+                file.write(json.dumps(line) + "\n")
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
@@ -979,26 +844,21 @@ class Run:
 
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
-        self.saved_at = time.time()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
-        num_bytes = (self.output / "metrics.jsonl").stat().st_size
-        saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
+        saved = {"step": self.step, "state": self.state}
+        saved["num_bytes"] = (self.output / "metrics.jsonl").stat().st_size
         trained = [name for name, p in self.models.named_parameters() if p.requires_grad]
         saved |= {"weights": {name: weights[name] for name in trained}, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
-        unfinished = folder / "unfinished.pt"
-        try:
-            torch.save(saved, unfinished)
-        except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
-            unfinished.unlink(missing_ok=True)
-            sys.exit(f"error: no checkpoint could be written to {folder}. Is the disk full? {error}")
-        unfinished.rename(folder / f"step-{self.step:08d}.pt")
-        files = sorted(folder.glob("step-*.pt"))
-        for old in files[: -(self.args.save_total_limit or 1)]:
+        with TemporaryDirectory(dir=folder) as unfinished:  # is removed if the disk is full
+            file = Path(unfinished, f"step-{self.step:08d}.pt")
+            torch.save(saved, file)
+            file.rename(folder / file.name)
+        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
             old.unlink()
 
     def restore(self):
@@ -1019,13 +879,12 @@ class Run:
             os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
 
     def finish(self):
-        """Saves the model, the model card and the curves."""
+        """Saves the model, and removes the checkpoints of a finished run."""
         self.bar.close()
         save_model(self.models["model"], self.output)
         if RANK:
             return
-        describe(self.output, self.args, self.step)
-        print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
+        print(f"saved in {self.output}: the model, and metrics.jsonl, which tools/curves.py draws")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
         elif not self.args.save_total_limit:
@@ -1046,25 +905,6 @@ def save_model(model, folder):
         model.tokenizer.save_pretrained(folder)
 
 
-def describe(folder, args, step):
-    """Writes curves.png, with a panel for each metric of CURVES, and README.md, the model card."""
-    import pandas
-
-    lines = pandas.read_json(folder / "metrics.jsonl", lines=True).astype(float)
-    lines.index += step + 1 - len(lines)  # the last line is that of the last step
-    curves = lines.filter(regex=CURVES).interpolate(limit_area="inside")  # between evaluations
-    pairs = [(name, f"eval/{name}") for name in curves if f"eval/{name}" in curves]  # in one panel
-    styles = ["-" if name.startswith("eval/") else "." for name in curves]
-    axes = curves.plot(subplots=pairs or True, layout=(-1, 3), figsize=(15, 8), style=styles, xlabel="step")
-    axes.flat[0].figure.savefig(folder / "curves.png", bbox_inches="tight")
-    card = f"---\nlibrary_name: transformers\ntags: [{Path(__file__).stem}]\n"
-    for key, name in {"base_model": args.model, "datasets": args.dataset}.items():
-        card += "" if Path(name or "").exists() else f"{key}: [{name}]\n"  # of the hub
-    card += f"---\nTrained from {args.model or 'scratch'} on {', '.join(SOURCES.values())}.\n"
-    card += "\nSettings: args.json. Metrics: metrics.jsonl.\n\n![curves](curves.png)\n"
-    (folder / "README.md").write_text(card.replace(f"{TOY.parent}/", ""))
-
-
 def read_command_line():
     """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line. It
     runs files of code only if the command line names them: someone else may have written the folder."""
@@ -1072,12 +912,11 @@ def read_command_line():
     given = read()
     if not given.resume:
         return given
-    file = Path(given.resume, "args.json")
-    require(file.exists(), f"--resume {given.resume}: there is no run in this folder")
-    args = read(default=Args(**json.loads(file.read_text())))
-    code = getattr(args, "reward_fn", None), getattr(args, "env", None)
-    is_named = code == (getattr(given, "reward_fn", None), getattr(given, "env", None))
-    require(is_named, f"--resume: give --reward-fn or --env again, since they name code: {code}")
+    saved = json.loads(Path(given.resume, "args.json").read_text())
+    args = read(default=Args(**saved))
+    for name in {"reward_fn", "env"} & saved.keys():
+        is_named = getattr(args, name) == getattr(given, name)
+        require(is_named, f"--resume: give the files of code again: --{name} {getattr(args, name)}")
     return args
 
 
@@ -1088,8 +927,7 @@ if __name__ == "__main__":
     args = read_command_line()
     try:
         train(args)
-    except BaseException:
+    finally:
         print(file=sys.stderr)  # ends the line of the progress bar
-        raise
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -41,7 +41,6 @@ Papers: GRPO 2402.03300 (eq. 3, 19); Dr. GRPO 2503.20783; DAPO 2503.14476; GSPO 
 """
 
 import ctypes
-import inspect
 import json
 import math
 import os
@@ -49,7 +48,6 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -59,6 +57,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
 import numpy as np
@@ -118,7 +117,6 @@ class Args:
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     beta: NonNegative = 0.0  # weight of the KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
     mask_truncated_completions: bool = False  # exclude responses without a stop token from the loss (DAPO)
-    dynamic_sampling: Natural = 0  # maximum number of extra batches, to replace groups with equal scores (DAPO)
     # --- Rollout ---
     response_length: Annotated[Count, alias("--max-completion-length")] = 16  # maximum tokens in a response
     temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
@@ -141,7 +139,7 @@ class Args:
     reward_fn: Annotated[tuple[str, ...], alias("--reward-funcs")] = (VERIFIER,)  # functions, as file.py:name
     reward_weights: tuple[float, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
-    bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
+    bf16: bool = False  # models run in bfloat16 (autocast), weights and moments stay in float32. Slow on most CPUs
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     zero_stage: Literal[2, 3] = 2  # with several processes, each holds a share of gradients and moments; 3: of weights
     # --- Data. A row has `prompt`, a text or messages that end with the user's; reward functions get all columns ---
@@ -166,30 +164,28 @@ class Args:
 
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 def train(args):
-    """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
+    """Trains the policy. Saves it in the run's folder, with its metrics."""
     args = start(args)
     tokenizer = load_tokenizer(args.model)
     prompts = load_prompts(args, tokenizer, args.dataset_train_split)
     eval_prompts = load_prompts(args, tokenizer, args.dataset_test_split)[: args.num_eval_prompts]
     eval_prompts = eval_prompts[len(eval_prompts) % WORLD_SIZE :]  # all processes have equal shares
-    reward_fns = load_reward_fns(args, prompts)
+    reward_fns = load_reward_fns(args)
     policy, reference = load_models(args)
-    policy.stop_token_ids = find_stop_tokens(policy, is_chat=isinstance(prompts[0]["prompt"], list))
-    set_generation(policy, args.temperature)
+    set_stop_tokens(policy, isinstance(prompts[0]["prompt"], list), args.temperature)
     for model in (policy, reference):
         if isinstance(model, nn.Module):
             place(model, args)
     args = choose_sizes(args, policy, prompts, eval_prompts)  # from here on, all sizes are set
     B, G = args.batch_size, args.num_generations
     num_updates = args.total_episodes // B
-    passes = range(1 + args.total_episodes * (1 + args.dynamic_sampling) // (G * len(prompts)))
+    passes = range(1 + args.total_episodes // (G * len(prompts)))
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
     options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **options)  # fused: faster on a CPU
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    state = {"num_draws": 0, "num_tokens": 0}  # what an update hands to the next; in checkpoints
-    run = Run(args, num_updates, optimizer, schedule, state, model=policy)
+    run = Run(args, num_updates, optimizer, schedule, {}, model=policy)
     if run.step == 0 and eval_prompts:
         first = evaluate(policy, reference, reward_fns, eval_prompts, args)
         print_outlook(first["eval/reward_std"], 1 - first["eval/completions/clipped_ratio"])
@@ -197,12 +193,15 @@ def train(args):
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
 
-        # 1. Sample, and 2. score
-        first_draw = state["num_draws"]
-        rollout = sample_groups(policy, reward_fns, prompts, order, state, args)
+        # 1. Sample
+        examples = [prompts[i] for i in order[(step - 1) * B // G : step * B // G]]
+        rollout = sample_batch(policy, examples, args)
+
+        # 2. Score
         stats = reread_logprobs(policy, rollout, args)
         if args.beta:
             rollout.ref_logprobs = read_logprobs(reference, rollout, args)
+        score_batch(rollout, reward_fns, tokenizer, args)
 
         # 3. Advantage
         require(args.scale_rewards != "mean" or rollout.scores.min() >= 0, "--scale-rewards mean needs scores >= 0")
@@ -218,8 +217,6 @@ def train(args):
         require(is_one, "the first ratio is not 1: does the model ignore the attention mask, or have dropout?")
 
         stats |= rollout_stats(rollout, args)
-        state["num_tokens"] += (rollout.prompt_mask.sum() + rollout.mask.sum()).item()
-        stats |= {"num_tokens": state["num_tokens"], "sampled_batches": state["num_draws"] - first_draw}
         stats |= {"learning_rate": optimizer.param_groups[0]["lr"], "episode": step * B}
         if run.is_due(args.eval_steps):
             stats |= evaluate(policy, reference, reward_fns, eval_prompts, args)
@@ -278,24 +275,17 @@ class Rollout:
             setattr(part, name, x)
         return part
 
-    def rounds(self, index, args):
-        """Splits row numbers into rounds: in each, every process has a micro-batch of groups of similar lengths. Rows
-        without gradient come last, so that whole rounds are without. Two processes, groups of 2 with equal lengths,
-        micro-batches of 2; rows 0, 1, 4, 5 are without:  index [0..7]  ->  [[2, 3], [6, 7]], [[0, 1], [4, 5]]
-        """
+    def micro_batches(self, index, args):
+        """Splits row numbers into this process's micro-batches of groups of similar lengths, to save padding. Rows
+        without gradient come last."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
         lengths = lengths.view(-1, self.k).amax(1)  # (B/k,) of the longest row of each group
         index = index.sort().values
         index = index[lengths[index // self.k].argsort(stable=True)]
         if self.has_gradient is not None:
             index = index[self.has_gradient[index].long().argsort(descending=True, stable=True)]
-        num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))
-        parts = index.tensor_split(num_rounds * WORLD_SIZE)
-        return [parts[i : i + WORLD_SIZE] for i in range(0, len(parts), WORLD_SIZE)]
-
-    def micro_batches(self, index, args):
-        """Splits row numbers into this process's micro-batches, its own of each round."""
-        return [parts[RANK] for parts in self.rounds(index, args)]
+        num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))  # equal in all processes
+        return index.tensor_split(num_rounds * WORLD_SIZE)[RANK::WORLD_SIZE]
 
     @torch.no_grad()
     def in_micro_batches(self, function, args):
@@ -362,33 +352,23 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature):
     rows = torch.arange(B, device=prompts.device)  # in the cache; rows that have ended leave it
     has_ended = torch.zeros_like(rows, dtype=torch.bool)
     attention_mask = prompt_mask.long()  # (rows, P), then one wider after each token
-    logits = read_prompts(policy, prompts, prompt_mask, cache)  # (rows, 1, V)
+    logits = forward(policy, prompts, attention_mask, **options).logits  # (rows, 1, V)
     for t in range(T):
         token, logprob = sample_categorical(logits[:, -1].float() / temperature, uniforms[rows, t])  # (rows,) each
         responses[rows, t] = token
         logprobs[rows, t] = logprob
         has_ended |= torch.isin(token, stops)
-        kept = rows_to_keep(has_ended, t)
+        kept = (~has_ended).nonzero().squeeze(1)
         if t == T - 1 or len(kept) == 0:
             break
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
-        if len(kept) < len(rows):
+        if len(kept) < 0.75 * len(rows):  # the cache is copied, so only if it becomes much smaller
             cache.reorder_cache(kept)
             rows, has_ended, token, attention_mask = (x[kept] for x in (rows, has_ended, token, attention_mask))
         logits = forward(policy, token[:, None], attention_mask, **options).logits
     mask, ended = response_mask(responses, policy.stop_token_ids)  # false on tokens sampled after the stop token
     responses = responses.masked_fill(~mask, policy.tokenizer.pad_token_id)
     return responses, mask, ended, logprobs.masked_fill(~mask, 0.0)
-
-
-def rows_to_keep(has_ended, t):
-    """The rows with which sampling goes on after token t. It could go on with all of them; this is for speed. A look
-    makes a GPU wait: one after eight tokens. The cache is copied, so only if it becomes much smaller."""
-    everything = torch.arange(len(has_ended), device=has_ended.device)
-    if has_ended.device.type != "cpu" and (t + 1) % 8:
-        return everything
-    unfinished = (~has_ended).nonzero().squeeze(1)
-    return unfinished if len(unfinished) < 0.75 * len(has_ended) else everything
 
 
 def sample_batch(policy, examples, args):
@@ -408,125 +388,68 @@ def sample_batch(policy, examples, args):
     return rollout.select(torch.arange(len(ids), device=prompts.device))  # all rows, without padding columns
 
 
-def sample_groups(policy, reward_fns, prompts, order, state, args):
-    """Steps 1 and 2: samples and scores G responses to each prompt.
-
-    With --dynamic-sampling, groups without a gradient (their scores are equal, or no response is in the loss) are
-    replaced by groups from further batches (DAPO, sec. 3.2), as far as there are enough.
-    """
-    G = args.num_generations
-    num_groups = args.batch_size // G
-    parts = []
-    useful = []  # (B/G,) for each part
-    for _ in range(1 + args.dynamic_sampling):
-        draw = state["num_draws"]
-        state["num_draws"] += 1
-        examples = [prompts[i] for i in order[draw * num_groups : (draw + 1) * num_groups]]
-        rollout = sample_batch(policy, examples, args)
-        score_batch(rollout, reward_fns, policy.tokenizer, args)
-        if not args.dynamic_sampling:
-            return rollout
-        is_useful = ~is_equal(rollout.scores, G)
-        if args.mask_truncated_completions:
-            is_useful &= rollout.ended.view(-1, G).any(1)
-        parts.append(rollout)
-        useful.append(is_useful)
-        if torch.cat(useful).sum() >= num_groups:
-            break
-    is_useless = ~torch.cat(useful).repeat_interleave(G)
-    kept = is_useless.long().argsort(stable=True)[: args.batch_size].sort().values
-    return concatenate(parts).select(kept)
-
-
-def concatenate(parts):
-    """One rollout of the rows of several, padded to the widest."""
-    P = max(part.prompts.shape[1] for part in parts)
-    T = max(part.responses.shape[1] for part in parts)
-    whole = copy(parts[0])
-    whole.examples = [example for part in parts for example in part.examples]
-    for name, x in vars(whole).items():
-        if not isinstance(x, Tensor):
-            continue
-        columns = [getattr(part, name) for part in parts]
-        if name in Rollout.PROMPT_FIELDS:
-            columns = [F.pad(x, (P - x.shape[1], 0)) for x in columns]
-        if name in Rollout.TOKEN_FIELDS:
-            columns = [F.pad(x, (0, T - x.shape[1])) for x in columns]
-        setattr(whole, name, torch.cat(columns))
-    return whole
-
-
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
-class TokenLogprobs(torch.autograd.Function):
-    """token_logprobs of n tokens, a slice at a time: of the size of the logits (n, V), there is no other tensor."""
+def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
+    """(b, T) log-probabilities of tokens under softmax(logits / temperature), from logits (b, T, V), and the entropies
+    (b, T), which are 0 unless they are asked for."""
+    log_softmax = (logits.float() / temperature).log_softmax(-1)
+    logprobs = log_softmax.gather(-1, tokens[..., None]).squeeze(-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1) if with_entropy else torch.zeros_like(logprobs)
+    return logprobs, entropy.detach()
+
+
+class SlicedLogprobs(torch.autograd.Function):
+    """token_logprobs of logits (b, T, V), in slices of 16 MB: beside the logits, no other tensor has their size."""
+
+    @staticmethod
+    def slices(logits, *columns):
+        """Splits logits (b, T, V) to (n, V), and columns (b, T) to (n,)."""
+        n = max(1, 2**22 // logits.shape[-1])
+        return zip(logits.flatten(0, 1).split(n), *(x.flatten().split(n) for x in columns))
 
     @staticmethod
     def forward(ctx, logits, tokens, temperature, with_entropy):
-        """Log-probabilities (n,), and entropies (n,), which have no gradient."""
-        size = max(1, 2**22 // logits.shape[1])  # tokens in a slice of 16 MB
-        logprobs = []
-        entropy = []
-        for x, token in zip(logits.split(size), tokens[:, None].split(size)):
-            scaled = x.float() if temperature == 1 else x.float() / temperature
-            log_softmax = scaled.log_softmax(1)
-            logprobs.append(log_softmax.gather(1, token).squeeze(1))
-            if with_entropy:
-                entropy.append(-log_softmax.exp().mul_(log_softmax).sum(1))
-        logprobs = torch.cat(logprobs)
-        entropy = torch.cat(entropy) if with_entropy else torch.zeros_like(logprobs)
-        ctx.save_for_backward(logits, tokens, logprobs)
+        logits = logits.contiguous()
+        ctx.save_for_backward(logits, tokens)
+        ctx.temperature = temperature
+        parts = [token_logprobs(*x, temperature, with_entropy) for x in SlicedLogprobs.slices(logits, tokens)]
+        logprobs, entropy = [torch.cat(x).view(tokens.shape) for x in zip(*parts)]
         ctx.mark_non_differentiable(entropy)
-        ctx.temperature, ctx.size = temperature, size
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad, _):
-        """(one_hot - softmax) / temperature, times the gradient. It takes the memory of the logits: autograd would end
-        the run if another step needed them."""
-        logits, *columns = ctx.saved_tensors
-        columns = [x[:, None].split(ctx.size) for x in (*columns, grad / ctx.temperature)]
-        for x, token, logprob, slope in zip(logits.split(ctx.size), *columns):
-            scaled = x.float()  # in float32 the logits themselves
-            if ctx.temperature != 1:
-                scaled.div_(ctx.temperature)
-            softmax = scaled.sub_(scaled.gather(1, token) - logprob).exp_()  # minus the log of the normaliser
-            x.copy_(softmax.mul_(-slope).scatter_add_(1, token, slope))
+        """Computes each slice again. Its gradient takes the memory of its logits: autograd would end the run if another
+        step needed them."""
+        logits, tokens = ctx.saved_tensors
+        for x, token, slope in SlicedLogprobs.slices(logits, tokens, grad):
+            with torch.enable_grad():
+                leaf = x.detach().requires_grad_()
+                logprobs, _ = token_logprobs(leaf, token, ctx.temperature)
+            x.copy_(torch.autograd.grad(logprobs, leaf, slope)[0])
         return logits, None, None, None
-
-
-def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
-    """(B, T) log-probabilities of tokens under softmax(logits / temperature), from logits (B, T, V), and the entropies
-    (B, T); 0 unless they are asked for."""
-    both = TokenLogprobs.apply(logits.flatten(0, 1), tokens.flatten(), temperature, with_entropy)
-    return [x.view(tokens.shape) for x in both]
-
-
-def can_share_prompts(model, args):
-    """Whether a model can read a prompt once for its rows: not if recomputed layers would fill the cache twice, or if
-    layers other than attention keep a state."""
-    layers = DynamicCache(config=model.config).layers
-    return not args.gradient_checkpointing and not any(isinstance(x, LinearAttentionCacheLayerMixin) for x in layers)
 
 
 def logprobs_under(model, r, args, with_entropy=False):
     """(b, T) log-probabilities of the response tokens under a model, and the entropies of its distributions. Position
-    P-1+t of the input predicts response token t, both counted from 0. A prompt is read once for its rows: the backward
-    pass sums their gradients."""
+    P-1+t of the input predicts response token t, both counted from 0. A prompt is read once for its rows, and the
+    backward pass sums their gradients; not if recomputed layers would fill the cache twice, or if layers other than
+    attention keep a state."""
     P, T = r.prompts.shape[1], r.responses.shape[1]
+    positions = torch.arange(P - 1, P + T - 1, device=r.mask.device)
     ids, mask = r.joined()  # (b, P+T) each
-    if not can_share_prompts(model, args):
-        positions = torch.arange(P - 1, P + T - 1, device=mask.device)
+    cache = DynamicCache(config=model.config)
+    has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    if args.gradient_checkpointing or has_states:
         with autocast(args):
             logits = forward(model, ids, mask, use_cache=False, logits_to_keep=positions).logits  # (b, T, V)
-        return token_logprobs(logits, r.responses, args.temperature, with_entropy)
-    cache = DynamicCache(config=model.config)
-    positions = torch.arange(T - 1, device=mask.device)  # the last token predicts nothing
-    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": positions}
+        return SlicedLogprobs.apply(logits, r.responses, args.temperature, with_entropy)
+    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": positions[1:] - P}
     with autocast(args):
         first = read_prompts(model, r.prompts, r.prompt_mask, cache)  # (b, 1, V)
         others = forward(model, r.responses, mask, **options).logits  # (b, T-1, V)
-    of_first = token_logprobs(first, r.responses[:, :1], args.temperature, with_entropy)
-    of_others = token_logprobs(others, r.responses[:, 1:], args.temperature, with_entropy)
+    of_first = SlicedLogprobs.apply(first, r.responses[:, :1], args.temperature, with_entropy)
+    of_others = SlicedLogprobs.apply(others, r.responses[:, 1:], args.temperature, with_entropy)
     return [torch.cat(columns, 1) for columns in zip(of_first, of_others)]
 
 
@@ -562,12 +485,6 @@ def score_batch(rollout, reward_fns, tokenizer, args):
     rollout.scores = groups.where(~groups.isnan(), means).flatten()
 
 
-def is_equal(scores, k):
-    """(B/k,) true where all k scores of a group are equal: then no response is better than another."""
-    groups = scores.view(-1, k)
-    return (groups == groups[:, :1]).all(1)
-
-
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
 def group_advantages(scores, G, scale):
     """(B,) each score minus the group's mean, divided by a standard deviation (TRL) or by that mean (MaxRL).
@@ -601,13 +518,6 @@ def importance_ratio(logprobs, old_logprobs, mask, level):
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return log_ratio.exp()
-
-
-def clip_bounds(loss_type, epsilon, epsilon_high):
-    """The bounds of the ratio. CISPO has only an upper bound, by default 5 (as TRL advises)."""
-    if loss_type == "cispo":
-        return 0.0, epsilon_high or 5.0
-    return 1 - epsilon, 1 + (epsilon_high or epsilon)
 
 
 def surrogate_loss(ratio, logprobs, advantages, lower, upper, loss_type):
@@ -660,21 +570,15 @@ class Meter(Counter):
         return dict(zip(self, (sums / counts.clamp(min=1)).tolist()))
 
 
-def needs_backward(rollout, rounds):
-    """Whether each round needs a backward pass: not if its first row has no gradient, because then none of its rows has
-    one, in any process. The first round always has one, so that each weight has a gradient."""
-    first_rows = torch.stack([parts[0][0] for parts in rounds])
-    needed = rollout.has_gradient[first_rows].tolist()  # the device is read once
-    return [True, *needed[1:]]
-
-
 def update(policy, optimizer, rollout, args):
     """Steps 4 and 5: passes over the batch, with one optimiser step for each mini-batch. Returns the metrics.
 
     The gradient of a mini-batch is a weighted sum over its tokens, however it is split into micro-batches and among
     processes: gradients are averaged over processes, so the weights use the numbers of rows and tokens per process.
     """
-    lower, upper = clip_bounds(args.loss_type, args.epsilon, args.epsilon_high)
+    lower, upper = 1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon)
+    if args.loss_type == "cispo":  # it has only an upper bound, by default 5 (as TRL advises)
+        lower, upper = 0.0, args.epsilon_high or 5.0
     num_parts = args.num_mini_batches * WORLD_SIZE
     num_rows = args.batch_size / num_parts
     num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average
@@ -685,11 +589,13 @@ def update(policy, optimizer, rollout, args):
             optimizer.zero_grad()
             meter = Meter()
             total = torch.zeros((), device=args.device)  # the sum of the losses
-            rounds = rollout.rounds(mini_batch, args)
-            for parts, has_backward in zip(rounds, needs_backward(rollout, rounds)):
-                r = rollout.select(parts[RANK])
+            micro_batches = rollout.micro_batches(mini_batch, args)
+            num_useful = rollout.has_gradient[mini_batch].sum().item()  # rows with a gradient, which come first
+            num_backward = math.ceil(len(micro_batches) * num_useful / len(mini_batch))  # equal in all processes
+            for number, index in enumerate(micro_batches):
+                r = rollout.select(index)
                 mask = r.loss_mask
-                with torch.set_grad_enabled(has_backward):
+                with torch.set_grad_enabled(number < max(1, num_backward)):  # once at least: weights need a gradient
                     logprobs, entropy = logprobs_under(policy, r, args, with_entropy=True)  # (b, T) each
                 ratio = importance_ratio(logprobs, r.old_logprobs, mask, args.importance_sampling_level)  # or (b, 1)
                 losses = surrogate_loss(ratio, logprobs, r.advantages, lower, upper, args.loss_type)
@@ -699,7 +605,7 @@ def update(policy, optimizer, rollout, args):
                     kl = kl * ratio  # so that its gradient is an unbiased estimate of the KL's (DeepSeek-V3.2)
                 weights = token_weights(mask, num_rows, num_tokens, args.loss_type, args.response_length)  # (b, T)
                 loss = masked_sum((losses + args.beta * kl) * weights, mask)
-                if has_backward:
+                if loss.requires_grad:
                     loss.backward()
                 total += loss.detach()
                 is_low = (ratio < lower) & (r.advantages < 0)  # clipped: no gradient from the advantage, but with cispo
@@ -735,12 +641,13 @@ def rollout_stats(rollout, args):
     """The metrics of a batch before the update, under TRL's names."""
     scores, ended, lengths = rollout.scores, rollout.ended, rollout.mask.sum(1).float()
     terminated = lengths[ended] if ended.any() else torch.zeros(1)
-    right = rollout.reward_table[:, 0].view(-1, rollout.k) >= 1  # by the first function
+    groups = scores.view(-1, rollout.k)  # (B/k, k)
+    right = rollout.reward_table[:, 0].view_as(groups) >= 1  # by the first function
     stats = {
         "reward": scores.mean(),
         "reward_std": scores.std(),
         "objective/scores": scores.mean(),
-        "frac_reward_zero_std": is_equal(scores, rollout.k).float().mean(),
+        "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean(),
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
@@ -785,9 +692,6 @@ def show_samples(run, rollout, tokenizer):
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
-CURVES = "reward$|/mean$|zero_std$|clipped_ratio$|mean_length$|^entropy$|pass@"  # metrics of curves.png
-
-
 def load_models(args):
     """Loads the policy, and with --beta makes the reference, a copy; with LoRA, it is the policy without its adapters.
     They have no dropout: rollout and loss use one distribution."""
@@ -804,9 +708,10 @@ def load_models(args):
 def choose_sizes(args, policy, prompts, eval_prompts):
     """Returns the settings with learning rate and batch sizes filled in, and prints them."""
     G = args.num_generations
+    config = policy.config.get_text_config()
     prompt_length = max(len(row["input_ids"]) for row in prompts + eval_prompts)
     longest = prompt_length + args.response_length
-    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", longest)
+    limit = getattr(config, "max_position_embeddings", longest)
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
     size = policy.num_parameters()
     # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
@@ -814,19 +719,17 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     if args.lora_r:
         rate *= 10
     rate = args.learning_rate or float(f"{rate:.2g}")
-    tokens = min(8192, 2**29 // policy.config.get_text_config().vocab_size)  # of a pass on a GPU: at most 2**29 logits
-    tokens = 2048 if args.device == "cpu" else tokens
+    tokens = 2048 if args.device == "cpu" else min(8192, 2**29 // config.vocab_size)  # of a pass: at most 2**29 logits
     rows = max(1, tokens // (args.response_length + prompt_length // G))  # a prompt is read once for its G rows
     rows = args.micro_batch_size or (rows // G * G or rows)  # whole groups, if one fits
-    parts = math.lcm(args.num_mini_batches * WORLD_SIZE, G * WORLD_SIZE)
-    num_updates = args.total_episodes // args.batch_size
+    parts = math.lcm(args.num_mini_batches, G) * WORLD_SIZE
     is_whole = args.batch_size % parts == 0
     require(is_whole, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches and groups of {G}")
+    num_updates = args.total_episodes // args.batch_size
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     sampled = args.local_rollout_forward_batch_size or 4 * rows
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    shown = min(sampled, args.batch_size), min(rows, args.batch_size)
-    print(f"{num_updates} updates of {args.batch_size} responses: %d sampled, %d trained on at once" % shown)
+    print(f"{num_updates} updates of {args.batch_size} responses, at most {sampled} sampled, {rows} trained on at once")
     sizes = {"learning_rate": rate, "micro_batch_size": rows, "local_rollout_forward_batch_size": sampled}
     return replace(args, **sizes)
 
@@ -846,47 +749,30 @@ def decode(r, tokenizer):
     return texts
 
 
-def load_reward_fns(args, prompts):
+def load_reward_fns(args):
     """The functions of --reward-fn by name, each a function of (rollout, tokenizer, args)."""
-    columns = prompts[0].keys() - {"input_ids"} | {"prompts", "prompts_text", "completions", "completion_ids", "ended"}
     reward_fns = {}
     run_file.cache_clear()  # of an earlier run in this process
     for spec in args.reward_fn:
         file = f"{TOY.parent}/rewards/model.py:" if spec == "reward_model" else ""  # which reads texts
-        function = load_function(file + spec, "--reward-fn")
-        try:
-            inspect.signature(function).bind(**dict.fromkeys(columns))
-        except TypeError as error:
-            sys.exit(f"error: --reward-fn {spec}: {error}; its arguments are {', '.join(sorted(columns))}")
         name = spec.rpartition(":")[2]
         require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
-        reward_fns[name] = partial(function_reward, function)
+        reward_fns[name] = partial(function_reward, load_function(file + spec, "--reward-fn"))
     has_weights = len(args.reward_weights) in (0, len(reward_fns))
     require(has_weights, "--reward-weights needs one number for each function of --reward-fn")
     return reward_fns
 
 
 def load_function(spec, flag):
-    """The function or class that file.py:name stands for."""
+    """The function or class that file.py:name stands for. The file imports from this folder and from PYTHONPATH."""
     file, _, name = spec.rpartition(":")
     require(Path(file).is_file(), f"{flag} {spec}: should be file.py:name, of a file that exists")
-    members = run_file(Path(file).resolve())
+    members = run_file(file)
     require(name in members, f"{flag} {spec}: {file} has no {name}, only {[x for x in members if x[0] != '_']}")
     return members[name]
 
 
-@cache
-def run_file(path):
-    """Runs a Python file once, and returns what it defines. It finds the modules beside it, and neither those beside
-    another such file nor, in place of a library, those of any."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(path.parent))
-    members = runpy.run_path(str(path), run_name=path.stem)
-    sys.path.append(sys.path.pop(0))
-    for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == path.parent:
-            del sys.modules[name]
-    return members
+run_file = cache(runpy.run_path)  # once for all functions of a file: a judge is loaded once
 
 
 def function_reward(function, rollout, tokenizer, args):
@@ -901,30 +787,22 @@ def function_reward(function, rollout, tokenizer, args):
     columns["prompts"] = columns["prompt"]
     columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
     columns["completions"] = decode(r, tokenizer)
-    responses = zip(r.responses.cpu(), r.mask.cpu())  # the GPU is read once, not for each row
-    columns["completion_ids"] = [ids[real].tolist() for ids, real in responses]
+    columns["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses.cpu(), r.mask.cpu())]
     columns["ended"] = r.ended.tolist()
     if isinstance(columns["prompt"][0], list):
-        messages = [{"role": "assistant", "content": text} for text in columns["completions"]]
-        columns["completions"] = [[message] for message in messages]
+        columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
     with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
         returned = function(**columns)
-    return all_gather(read_rewards(returned, len(r.examples), getattr(function, "__name__", function)).to(args.device))
+    rewards = read_rewards(returned, len(r.examples), getattr(function, "__name__", function))
+    return all_gather(rewards.to(args.device))
 
 
 def read_rewards(returned, n, name):
-    """(n,) the rewards that a function returned: a list, array or tensor of numbers, or None, which becomes NaN."""
-    values = returned.tolist() if hasattr(returned, "tolist") else returned
-    is_list = isinstance(values, (list, tuple)) and len(values) == n
-    require(is_list, f"{name} should return a list of {n} rewards, one for each response, not {returned!r:.60}")
-    rewards = torch.full((n,), math.nan, dtype=torch.float32)
-    for i, x in enumerate(values):
-        if x is not None:
-            x = x.tolist() if hasattr(x, "tolist") else x  # a number of NumPy or torch
-            is_number = isinstance(x, (int, float)) and math.isfinite(x)
-            require(is_number, f"reward {i + 1} of {name} is neither a finite number nor None: {x!r:.60}")
-            rewards[i] = x
-    return rewards
+    """(n,) the rewards that a function returned: finite numbers, or None, which becomes NaN."""
+    rewards = torch.tensor([0.0 if x is None else x for x in returned], dtype=torch.float32)
+    is_right = rewards.shape == (n,) and rewards.isfinite().all()
+    require(is_right, f"{name} should return {n} numbers or None, one for each response, not {returned!r:.60}")
+    return rewards.masked_fill(torch.tensor([x is None for x in returned]), math.nan)
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
@@ -963,7 +841,7 @@ def parse(rows, function, where):
     for number, row in enumerate(rows, 1):
         try:
             parsed.append(function(row))
-        except (SystemExit, ValueError, TemplateError) as error:
+        except (SystemExit, TypeError, ValueError, TemplateError) as error:
             reason = str(error).removeprefix("error: ")
             sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
@@ -996,32 +874,21 @@ def read_rows(args, split):
     require(part in splits, f"{name} has no {part}.jsonl or {part}.parquet, only the splits {list(splits)}")
     file = splits[part]
     if file.suffix == ".jsonl":
-        rows = parse(file.read_bytes().splitlines(), read_object, file)
+        rows = parse(file.read_bytes().splitlines(), lambda line: {**json.loads(line)}, file)
     elif file.suffix == ".parquet":
         rows = pyarrow.parquet.read_table(file).to_pylist()
     else:
         require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
         rows = datasets.load_dataset(name, args.dataset_config, split=part).to_list()
-    if file.suffix != ".jsonl":
-        rows = json.loads(json.dumps(rows, default=str), object_hook=without_nulls)  # at any depth; dates as texts
+    if file.suffix != ".jsonl":  # a schema puts nulls, at any depth, where a row has no such key
+        text = json.dumps(rows, default=str)  # dates as texts
+        rows = json.loads(text, object_hook=lambda x: {key: value for key, value in x.items() if value is not None})
     rows = rows[: int(end[:-1])] if end else rows
     require(rows, f"{file} has no rows")
     SOURCES[split] = f"{len(rows)} rows of {file}"
     print(f"{split}: {SOURCES[split]}")
     columns = dict.fromkeys(column for row in rows for column in row)
     return [{column: row.get(column) for column in columns} for row in rows]
-
-
-def read_object(line):
-    """The row of a line of JSON."""
-    row = json.loads(line)
-    require(isinstance(row, dict), f"a row is an object with columns, but this is {row!r:.60}")
-    return row
-
-
-def without_nulls(x):
-    """An object without the nulls that the schema of a parquet file puts where a row has no such key."""
-    return {key: value for key, value in x.items() if value is not None}
 
 
 def check_text(text, column):
@@ -1035,8 +902,8 @@ def check_messages(messages, last):
     require(isinstance(messages, list) and messages, f"these are no messages, as in other rows: {messages!r:.60}")
     for message in messages:
         is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
-        require(is_message, f"a message has a role and a content, but this is {message!r:.60}")
-        require(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
+        is_message = is_message and message["role"] in ("system", "user", "assistant")
+        require(is_message, f"a message has a role (system, user, assistant) and a content, not {message!r:.60}")
         check_text(message["content"], "content")
     require(messages[-1]["role"] == last, f"the last message is not one of the {last}")
 
@@ -1046,8 +913,7 @@ def render(messages, row, tokenizer, **options):
     Refuses a row of which the template leaves something out."""
     require(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
     settings = row.get("chat_template_kwargs") or {}
-    is_plain = isinstance(settings, dict) and "chat_template" not in settings
-    require(is_plain, f"chat_template_kwargs should be an object, without a template: {settings!r:.60}")
+    require("chat_template" not in settings, "chat_template_kwargs should have no template")
     text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options | settings)
     for message in messages:
         require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
@@ -1128,23 +994,20 @@ def load_model(auto_class, name, new_weights=()):
     return model.eval()
 
 
-def find_stop_tokens(model, is_chat):
-    """Ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>, if they are added
-    tokens, since a config's default can be any token; in conversations also the end of the chat template's turns."""
+def set_stop_tokens(model, is_chat, temperature):
+    """Sets the ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>, if they
+    are added tokens, since a config's default can be any token; in conversations also the end of the chat template's
+    turns. Other programs sample from the saved model as the run does."""
     tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
     ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
     ids &= tokenizer.added_tokens_decoder.keys()
     if is_chat:
         ids.add(tokenizer.encode(turn_end(tokenizer)[1], add_special_tokens=False)[-1])
-    print(f"a text ends at one of {tokenizer.convert_ids_to_tokens(sorted(ids))}")
-    return sorted(ids)
-
-
-def set_generation(model, temperature):
-    """Sets how other programs sample from the saved model: as the run does, and nothing else of what it came with."""
-    ids = {"eos_token_id": model.stop_token_ids, "pad_token_id": model.tokenizer.pad_token_id}
-    model.generation_config = GenerationConfig(do_sample=True, temperature=temperature, top_k=0, **ids)
+    model.stop_token_ids = sorted(ids)
+    print(f"a text ends at one of {tokenizer.convert_ids_to_tokens(model.stop_token_ids)}")
+    special = {"eos_token_id": model.stop_token_ids, "pad_token_id": tokenizer.pad_token_id}
+    model.generation_config = GenerationConfig(do_sample=True, temperature=temperature, top_k=0, **special)
 
 
 def add_adapters(model, r):
@@ -1183,7 +1046,7 @@ def start(args):
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:
         folder.mkdir(parents=True, exist_ok=True)
-        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb"}  # of a run without a step
+        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb", "metrics.jsonl"}  # no step
         require(not others, f"--output-dir {folder} has files: {sorted(others)[:3]}")
     device_type = torch.device(args.device).type
     if "RANK" in os.environ and not dist.is_initialized():
@@ -1199,8 +1062,6 @@ def start(args):
     logging.disable_progress_bar()
     if device_type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    elif args.bf16 and not torch.cpu.get_capabilities().get("avx512_bf16"):
-        print("--bf16 is several times slower on this CPU, which has no AVX-512 BF16")
     if sys.platform == "linux":  # glibc keeps freed memory: asking for it again takes a tenth of the time on a CPU
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
@@ -1286,9 +1147,7 @@ class Run:
         self.models = nn.ModuleDict(models)
         self.step = 0
         self.stop_requested = False
-        self.saved_at = time.time()
         self.shown = {}  # metrics beside the bar
-        self.lines = []  # of metrics.jsonl, before the first step is made
         self.output = Path(args.output_dir)  # only process 0 writes to it
         self.lock = FileLock(self.output / ".lock")  # until the process ends
         if not RANK:
@@ -1303,32 +1162,27 @@ class Run:
         self.wandb = None
         if RANK:
             return
-        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
-        about = {"revision": revision, "data": SOURCES}
-        (self.output / "args.json").write_text(json.dumps(asdict(args) | about, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args) | {"data": SOURCES}, indent=2))
         if args.track:
             import wandb
 
-            name = self.output.name
-            self.wandb = wandb.init(id=name, resume="allow", dir=self.output, config=asdict(args))
+            self.wandb = wandb.init(id=self.output.name, resume="allow", dir=self.output, config=asdict(args))
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
         after the current step."""
         numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
         numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
-        handlers = [signal.signal(number, self.on_signal) for number in numbers]
+        handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
             self.step_started = time.perf_counter()
             yield self.step
-            is_late = time.time() - self.saved_at > 600
-            wishes = torch.tensor([int(self.stop_requested), int(is_late)])
-            stops, lates = all_reduce(wishes).tolist()
-            self.stop_requested = stops > 0  # in any process
-            if stops or lates or self.step % self.args.save_steps == 0:
+            wishes = all_reduce(torch.tensor(int(self.stop_requested)))
+            self.stop_requested = wishes.item() > 0  # in any process
+            if self.stop_requested or self.step % self.args.save_steps == 0:
                 self.save()
-        for number, handler in zip(numbers, handlers):
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
     def on_signal(self, number, _):
@@ -1345,11 +1199,8 @@ class Run:
         self.bar.update(self.step - self.bar.n)
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
-            self.lines.append(json.dumps(line) + "\n")
-        if not RANK and self.step:
             with open(self.output / "metrics.jsonl", "a") as file:
-                file.writelines(self.lines)
-            self.lines = []
+                file.write(json.dumps(line) + "\n")
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
@@ -1371,26 +1222,21 @@ class Run:
 
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
-        self.saved_at = time.time()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
-        num_bytes = (self.output / "metrics.jsonl").stat().st_size
-        saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
+        saved = {"step": self.step, "state": self.state}
+        saved["num_bytes"] = (self.output / "metrics.jsonl").stat().st_size
         trained = [name for name, p in self.models.named_parameters() if p.requires_grad]
         saved |= {"weights": {name: weights[name] for name in trained}, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
-        unfinished = folder / "unfinished.pt"
-        try:
-            torch.save(saved, unfinished)
-        except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
-            unfinished.unlink(missing_ok=True)
-            sys.exit(f"error: no checkpoint could be written to {folder}. Is the disk full? {error}")
-        unfinished.rename(folder / f"step-{self.step:08d}.pt")
-        files = sorted(folder.glob("step-*.pt"))
-        for old in files[: -(self.args.save_total_limit or 1)]:
+        with TemporaryDirectory(dir=folder) as unfinished:  # is removed if the disk is full
+            file = Path(unfinished, f"step-{self.step:08d}.pt")
+            torch.save(saved, file)
+            file.rename(folder / file.name)
+        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
             old.unlink()
 
     def restore(self):
@@ -1411,13 +1257,12 @@ class Run:
             os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
 
     def finish(self):
-        """Saves the model, the model card and the curves."""
+        """Saves the model, and removes the checkpoints of a finished run."""
         self.bar.close()
         save_model(self.models["model"], self.output)
         if RANK:
             return
-        describe(self.output, self.args, self.step)
-        print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
+        print(f"saved in {self.output}: the model, and metrics.jsonl, which tools/curves.py draws")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
         elif not self.args.save_total_limit:
@@ -1438,25 +1283,6 @@ def save_model(model, folder):
         model.tokenizer.save_pretrained(folder)
 
 
-def describe(folder, args, step):
-    """Writes curves.png, with a panel for each metric of CURVES, and README.md, the model card."""
-    import pandas
-
-    lines = pandas.read_json(folder / "metrics.jsonl", lines=True).astype(float)
-    lines.index += step + 1 - len(lines)  # the last line is that of the last step
-    curves = lines.filter(regex=CURVES).interpolate(limit_area="inside")  # between evaluations
-    pairs = [(name, f"eval/{name}") for name in curves if f"eval/{name}" in curves]  # in one panel
-    styles = ["-" if name.startswith("eval/") else "." for name in curves]
-    axes = curves.plot(subplots=pairs or True, layout=(-1, 3), figsize=(15, 8), style=styles, xlabel="step")
-    axes.flat[0].figure.savefig(folder / "curves.png", bbox_inches="tight")
-    card = f"---\nlibrary_name: transformers\ntags: [{Path(__file__).stem}]\n"
-    for key, name in {"base_model": args.model, "datasets": args.dataset}.items():
-        card += "" if Path(name or "").exists() else f"{key}: [{name}]\n"  # of the hub
-    card += f"---\nTrained from {args.model or 'scratch'} on {', '.join(SOURCES.values())}.\n"
-    card += "\nSettings: args.json. Metrics: metrics.jsonl.\n\n![curves](curves.png)\n"
-    (folder / "README.md").write_text(card.replace(f"{TOY.parent}/", ""))
-
-
 def read_command_line():
     """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line. It
     runs files of code only if the command line names them: someone else may have written the folder."""
@@ -1464,12 +1290,11 @@ def read_command_line():
     given = read()
     if not given.resume:
         return given
-    file = Path(given.resume, "args.json")
-    require(file.exists(), f"--resume {given.resume}: there is no run in this folder")
-    args = read(default=Args(**json.loads(file.read_text())))
-    code = getattr(args, "reward_fn", None), getattr(args, "env", None)
-    is_named = code == (getattr(given, "reward_fn", None), getattr(given, "env", None))
-    require(is_named, f"--resume: give --reward-fn or --env again, since they name code: {code}")
+    saved = json.loads(Path(given.resume, "args.json").read_text())
+    args = read(default=Args(**saved))
+    for name in {"reward_fn", "env"} & saved.keys():
+        is_named = getattr(args, name) == getattr(given, name)
+        require(is_named, f"--resume: give the files of code again: --{name} {getattr(args, name)}")
     return args
 
 
@@ -1480,8 +1305,7 @@ if __name__ == "__main__":
     args = read_command_line()
     try:
         train(args)
-    except BaseException:
+    finally:
         print(file=sys.stderr)  # ends the line of the progress bar
-        raise
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -37,7 +37,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -46,6 +45,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Annotated, Literal
 
@@ -133,7 +133,7 @@ class Args:
 
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 def train(args):
-    """Trains the reward model. Saves it in the run's folder, with metrics, curves and a model card."""
+    """Trains the reward model. Saves it in the run's folder, with its metrics."""
     args = start(args)
     tokenizer = load_tokenizer(args.model)
     args = fit_context(args, args.model)
@@ -331,9 +331,6 @@ def show_samples(run, model, pairs, args):
 
 
 # --- Model ------------------------------------------------------------------------------------------------------------
-CURVES = "loss$|accuracy$|margin$"  # metrics of curves.png
-
-
 def load_classifier(args):
     """Loads the model. A language model gets a new head; its first rewards have a deviation of about 1 (N+ details)."""
     one_label = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
@@ -489,7 +486,7 @@ def parse(rows, function, where):
     for number, row in enumerate(rows, 1):
         try:
             parsed.append(function(row))
-        except (SystemExit, ValueError, TemplateError) as error:
+        except (SystemExit, TypeError, ValueError, TemplateError) as error:
             reason = str(error).removeprefix("error: ")
             sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
@@ -522,32 +519,21 @@ def read_rows(args, split):
     require(part in splits, f"{name} has no {part}.jsonl or {part}.parquet, only the splits {list(splits)}")
     file = splits[part]
     if file.suffix == ".jsonl":
-        rows = parse(file.read_bytes().splitlines(), read_object, file)
+        rows = parse(file.read_bytes().splitlines(), lambda line: {**json.loads(line)}, file)
     elif file.suffix == ".parquet":
         rows = pyarrow.parquet.read_table(file).to_pylist()
     else:
         require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
         rows = datasets.load_dataset(name, args.dataset_config, split=part).to_list()
-    if file.suffix != ".jsonl":
-        rows = json.loads(json.dumps(rows, default=str), object_hook=without_nulls)  # at any depth; dates as texts
+    if file.suffix != ".jsonl":  # a schema puts nulls, at any depth, where a row has no such key
+        text = json.dumps(rows, default=str)  # dates as texts
+        rows = json.loads(text, object_hook=lambda x: {key: value for key, value in x.items() if value is not None})
     rows = rows[: int(end[:-1])] if end else rows
     require(rows, f"{file} has no rows")
     SOURCES[split] = f"{len(rows)} rows of {file}"
     print(f"{split}: {SOURCES[split]}")
     columns = dict.fromkeys(column for row in rows for column in row)
     return [{column: row.get(column) for column in columns} for row in rows]
-
-
-def read_object(line):
-    """The row of a line of JSON."""
-    row = json.loads(line)
-    require(isinstance(row, dict), f"a row is an object with columns, but this is {row!r:.60}")
-    return row
-
-
-def without_nulls(x):
-    """An object without the nulls that the schema of a parquet file puts where a row has no such key."""
-    return {key: value for key, value in x.items() if value is not None}
 
 
 def check_text(text, column):
@@ -569,8 +555,8 @@ def check_messages(messages, last):
     require(isinstance(messages, list) and messages, f"these are no messages, as in other rows: {messages!r:.60}")
     for message in messages:
         is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
-        require(is_message, f"a message has a role and a content, but this is {message!r:.60}")
-        require(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
+        is_message = is_message and message["role"] in ("system", "user", "assistant")
+        require(is_message, f"a message has a role (system, user, assistant) and a content, not {message!r:.60}")
         check_text(message["content"], "content")
     require(messages[-1]["role"] == last, f"the last message is not one of the {last}")
 
@@ -580,8 +566,7 @@ def render(messages, row, tokenizer, **options):
     Refuses a row of which the template leaves something out."""
     require(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
     settings = row.get("chat_template_kwargs") or {}
-    is_plain = isinstance(settings, dict) and "chat_template" not in settings
-    require(is_plain, f"chat_template_kwargs should be an object, without a template: {settings!r:.60}")
+    require("chat_template" not in settings, "chat_template_kwargs should have no template")
     text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options | settings)
     for message in messages:
         require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
@@ -692,7 +677,7 @@ def start(args):
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:
         folder.mkdir(parents=True, exist_ok=True)
-        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb"}  # of a run without a step
+        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb", "metrics.jsonl"}  # no step
         require(not others, f"--output-dir {folder} has files: {sorted(others)[:3]}")
     device_type = torch.device(args.device).type
     if "RANK" in os.environ and not dist.is_initialized():
@@ -708,8 +693,6 @@ def start(args):
     logging.disable_progress_bar()
     if device_type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    elif args.bf16 and not torch.cpu.get_capabilities().get("avx512_bf16"):
-        print("--bf16 is several times slower on this CPU, which has no AVX-512 BF16")
     if sys.platform == "linux":  # glibc keeps freed memory: asking for it again takes a tenth of the time on a CPU
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
@@ -787,9 +770,7 @@ class Run:
         self.models = nn.ModuleDict(models)
         self.step = 0
         self.stop_requested = False
-        self.saved_at = time.time()
         self.shown = {}  # metrics beside the bar
-        self.lines = []  # of metrics.jsonl, before the first step is made
         self.output = Path(args.output_dir)  # only process 0 writes to it
         self.lock = FileLock(self.output / ".lock")  # until the process ends
         if not RANK:
@@ -804,32 +785,27 @@ class Run:
         self.wandb = None
         if RANK:
             return
-        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
-        about = {"revision": revision, "data": SOURCES}
-        (self.output / "args.json").write_text(json.dumps(asdict(args) | about, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args) | {"data": SOURCES}, indent=2))
         if args.track:
             import wandb
 
-            name = self.output.name
-            self.wandb = wandb.init(id=name, resume="allow", dir=self.output, config=asdict(args))
+            self.wandb = wandb.init(id=self.output.name, resume="allow", dir=self.output, config=asdict(args))
 
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
         after the current step."""
         numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
         numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
-        handlers = [signal.signal(number, self.on_signal) for number in numbers]
+        handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
         while self.step < self.num_steps and not self.stop_requested:
             self.step += 1
             self.step_started = time.perf_counter()
             yield self.step
-            is_late = time.time() - self.saved_at > 600
-            wishes = torch.tensor([int(self.stop_requested), int(is_late)])
-            stops, lates = all_reduce(wishes).tolist()
-            self.stop_requested = stops > 0  # in any process
-            if stops or lates or self.step % self.args.save_steps == 0:
+            wishes = all_reduce(torch.tensor(int(self.stop_requested)))
+            self.stop_requested = wishes.item() > 0  # in any process
+            if self.stop_requested or self.step % self.args.save_steps == 0:
                 self.save()
-        for number, handler in zip(numbers, handlers):
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
     def on_signal(self, number, _):
@@ -846,11 +822,8 @@ class Run:
         self.bar.update(self.step - self.bar.n)
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
-            self.lines.append(json.dumps(line) + "\n")
-        if not RANK and self.step:
             with open(self.output / "metrics.jsonl", "a") as file:
-                file.writelines(self.lines)
-            self.lines = []
+                file.write(json.dumps(line) + "\n")
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
@@ -872,26 +845,21 @@ class Run:
 
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
-        self.saved_at = time.time()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
-        num_bytes = (self.output / "metrics.jsonl").stat().st_size
-        saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
+        saved = {"step": self.step, "state": self.state}
+        saved["num_bytes"] = (self.output / "metrics.jsonl").stat().st_size
         trained = [name for name, p in self.models.named_parameters() if p.requires_grad]
         saved |= {"weights": {name: weights[name] for name in trained}, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
-        unfinished = folder / "unfinished.pt"
-        try:
-            torch.save(saved, unfinished)
-        except (OSError, RuntimeError) as error:  # torch does not say that a disk is full
-            unfinished.unlink(missing_ok=True)
-            sys.exit(f"error: no checkpoint could be written to {folder}. Is the disk full? {error}")
-        unfinished.rename(folder / f"step-{self.step:08d}.pt")
-        files = sorted(folder.glob("step-*.pt"))
-        for old in files[: -(self.args.save_total_limit or 1)]:
+        with TemporaryDirectory(dir=folder) as unfinished:  # is removed if the disk is full
+            file = Path(unfinished, f"step-{self.step:08d}.pt")
+            torch.save(saved, file)
+            file.rename(folder / file.name)
+        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
             old.unlink()
 
     def restore(self):
@@ -912,13 +880,12 @@ class Run:
             os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
 
     def finish(self):
-        """Saves the model, the model card and the curves."""
+        """Saves the model, and removes the checkpoints of a finished run."""
         self.bar.close()
         save_model(self.models["model"], self.output)
         if RANK:
             return
-        describe(self.output, self.args, self.step)
-        print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
+        print(f"saved in {self.output}: the model, and metrics.jsonl, which tools/curves.py draws")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
         elif not self.args.save_total_limit:
@@ -939,25 +906,6 @@ def save_model(model, folder):
         model.tokenizer.save_pretrained(folder)
 
 
-def describe(folder, args, step):
-    """Writes curves.png, with a panel for each metric of CURVES, and README.md, the model card."""
-    import pandas
-
-    lines = pandas.read_json(folder / "metrics.jsonl", lines=True).astype(float)
-    lines.index += step + 1 - len(lines)  # the last line is that of the last step
-    curves = lines.filter(regex=CURVES).interpolate(limit_area="inside")  # between evaluations
-    pairs = [(name, f"eval/{name}") for name in curves if f"eval/{name}" in curves]  # in one panel
-    styles = ["-" if name.startswith("eval/") else "." for name in curves]
-    axes = curves.plot(subplots=pairs or True, layout=(-1, 3), figsize=(15, 8), style=styles, xlabel="step")
-    axes.flat[0].figure.savefig(folder / "curves.png", bbox_inches="tight")
-    card = f"---\nlibrary_name: transformers\ntags: [{Path(__file__).stem}]\n"
-    for key, name in {"base_model": args.model, "datasets": args.dataset}.items():
-        card += "" if Path(name or "").exists() else f"{key}: [{name}]\n"  # of the hub
-    card += f"---\nTrained from {args.model or 'scratch'} on {', '.join(SOURCES.values())}.\n"
-    card += "\nSettings: args.json. Metrics: metrics.jsonl.\n\n![curves](curves.png)\n"
-    (folder / "README.md").write_text(card.replace(f"{TOY.parent}/", ""))
-
-
 def read_command_line():
     """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line. It
     runs files of code only if the command line names them: someone else may have written the folder."""
@@ -965,12 +913,11 @@ def read_command_line():
     given = read()
     if not given.resume:
         return given
-    file = Path(given.resume, "args.json")
-    require(file.exists(), f"--resume {given.resume}: there is no run in this folder")
-    args = read(default=Args(**json.loads(file.read_text())))
-    code = getattr(args, "reward_fn", None), getattr(args, "env", None)
-    is_named = code == (getattr(given, "reward_fn", None), getattr(given, "env", None))
-    require(is_named, f"--resume: give --reward-fn or --env again, since they name code: {code}")
+    saved = json.loads(Path(given.resume, "args.json").read_text())
+    args = read(default=Args(**saved))
+    for name in {"reward_fn", "env"} & saved.keys():
+        is_named = getattr(args, name) == getattr(given, name)
+        require(is_named, f"--resume: give the files of code again: --{name} {getattr(args, name)}")
     return args
 
 
@@ -981,8 +928,7 @@ if __name__ == "__main__":
     args = read_command_line()
     try:
         train(args)
-    except BaseException:
+    finally:
         print(file=sys.stderr)  # ends the line of the progress bar
-        raise
     if dist.is_initialized():
         dist.destroy_process_group()
