@@ -551,13 +551,6 @@ def token_weights(mask, num_rows, num_tokens, loss_type, max_length):
     return mask / num_tokens
 
 
-def k3_estimate(logprobs, ref_logprobs):
-    """(B, T) estimate of KL(policy || reference) from the sampled token alone, by k3, which is unbiased and never
-    negative (Schulman 2020, "Approximating KL")."""
-    log_ratio = logprobs - ref_logprobs
-    return torch.expm1(-log_ratio) + log_ratio
-
-
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 class Meter(Counter):
     """Means of metrics over the real tokens of all micro-batches that were added, in all processes."""
@@ -597,7 +590,8 @@ def update(policy, optimizer, rollout, args):
                 losses, ratio, clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, mask, *bounds)
                 kl = torch.zeros_like(logprobs)
                 if args.beta:
-                    kl = k3_estimate(logprobs, r.ref_logprobs.where(mask, logprobs))  # 0 outside the loss
+                    log_ratio = r.ref_logprobs.where(mask, logprobs) - logprobs  # (b, T) 0 outside the loss
+                    kl = torch.expm1(log_ratio) - log_ratio  # k3: unbiased, and never negative (Schulman 2020)
                     kl = kl * ratio  # so that its gradient is an unbiased estimate of the KL's (DeepSeek-V3.2)
                 weights = token_weights(mask, num_rows, num_tokens, args.loss_type, args.response_length)  # (b, T)
                 loss = masked_sum((losses + args.beta * kl) * weights, mask)
@@ -1193,7 +1187,7 @@ class Run:
         save_model(self.models["model"], self.output)
         if RANK:
             return
-        print(f"saved in {self.output}: the model, and metrics.jsonl, which tools/curves.py draws")
+        print(f"saved in {self.output}: the model, and metrics.jsonl (tools/xray.py shows curves and samples)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
         elif not self.args.save_total_limit:

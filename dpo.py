@@ -177,7 +177,7 @@ def train(args):
 
 # --- 1. Encode --------------------------------------------------------------------------------------------------------
 def cut_to_fit(pair, args):
-    """Cuts a pair to max_length tokens: the start of its prompt, down to max_prompt_length tokens, then the ends of both
+    """Cuts a pair to max_length tokens: the start of its prompt, to max_prompt_length tokens, then the ends of both
     completions (TRL 0.7)."""
     prompt = pair.prompt
     if len(pair) > args.max_length:
@@ -265,13 +265,13 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta):
 
 
 def pair_losses(policy, reference, pairs, args):
-    """Steps 2 and 3: the losses (b,) of pairs, and metrics (b, 1)."""
+    """Steps 2 and 3: the losses (b,) of pairs, and metrics (b,)."""
     with torch.no_grad():
         ref_logps = completion_logps(reference, pairs, policy.tokenizer, args)  # (b,) each
     chosen, rejected = completion_logps(policy, pairs, policy.tokenizer, args)  # (b,) each
     losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, *ref_logps, args.beta)
     margins = chosen_rewards - rejected_rewards
-    metrics = {
+    return losses, {
         "loss": losses,
         "rewards/chosen": chosen_rewards,
         "rewards/rejected": rejected_rewards,
@@ -280,7 +280,6 @@ def pair_losses(policy, reference, pairs, args):
         "logps/chosen": chosen,
         "logps/rejected": rejected,
     }
-    return losses, {name: x[:, None] for name, x in metrics.items()}
 
 
 # --- 4. Update --------------------------------------------------------------------------------------------------------
@@ -289,31 +288,17 @@ def masked_sum(x, mask):
     return x.masked_fill(~mask, 0.0).sum()
 
 
-class Meter(Counter):
-    """Means of metrics over the real tokens of all micro-batches that were added, in all processes."""
-
-    def add(self, metrics, mask):
-        """Adds metrics of tokens (b, T), or of responses (b, 1), where the mask (b, T) is true."""
-        for name, x in metrics.items():
-            real = mask[:, : x.shape[1]]
-            self[name] += torch.stack([masked_sum(x.detach(), real), real.sum()])
-
-    def means(self):
-        """Metric -> mean. The device is read once."""
-        sums, counts = all_reduce(torch.stack(list(self.values()))).unbind(1)
-        return dict(zip(self, (sums / counts.clamp(min=1)).tolist()))
-
-
 def update(policy, reference, optimizer, batch, args):
     """Makes one optimiser step on a batch of pairs. Returns its metrics. The loss is the mean over all pairs of the
     batch, however they are split into micro-batches and among processes."""
-    meter = Meter()
+    sums = Counter()
     for pairs, mask in micro_batches(batch, args):
         losses, metrics = pair_losses(policy, reference, pairs, args)
         loss = masked_sum(losses, mask) / len(batch)
         (WORLD_SIZE * loss).backward()  # gradients are averaged over processes
-        meter.add(metrics, mask[:, None])
-    stats = meter.means()
+        sums.update({name: masked_sum(x.detach(), mask) for name, x in metrics.items()})  # a Counter adds
+    means = all_reduce(torch.stack(list(sums.values()))) / len(batch)
+    stats = dict(zip(sums, means.tolist()))
     stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
     if math.isfinite(stats["grad_norm"]):  # otherwise the step would turn the weights into NaN
         optimizer.step()
@@ -325,11 +310,12 @@ def update(policy, reference, optimizer, batch, args):
 @torch.no_grad()
 def evaluate(policy, reference, pairs, args):
     """The same metrics on the test split."""
-    meter = Meter()
+    sums = Counter()
     for some, mask in micro_batches(pairs, args):
         _, metrics = pair_losses(policy, reference, some, args)
-        meter.add(metrics, mask[:, None])
-    return {f"eval/{name}": x for name, x in meter.means().items()}
+        sums.update({name: masked_sum(x, mask) for name, x in metrics.items()})
+    means = all_reduce(torch.stack(list(sums.values()))) / len(pairs)
+    return {f"eval/{name}": x for name, x in zip(sums, means.tolist())}
 
 
 # --- Models -----------------------------------------------------------------------------------------------------------
@@ -884,7 +870,7 @@ class Run:
         save_model(self.models["model"], self.output)
         if RANK:
             return
-        print(f"saved in {self.output}: the model, and metrics.jsonl, which tools/curves.py draws")
+        print(f"saved in {self.output}: the model, and metrics.jsonl (tools/xray.py shows curves and samples)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
         elif not self.args.save_total_limit:

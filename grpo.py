@@ -547,13 +547,6 @@ def token_weights(mask, num_rows, num_tokens, loss_type, max_length):
     return mask / num_tokens
 
 
-def k3_estimate(logprobs, ref_logprobs):
-    """(B, T) estimate of KL(policy || reference) from the sampled token alone, by k3, which is unbiased and never
-    negative (Schulman 2020, "Approximating KL")."""
-    log_ratio = logprobs - ref_logprobs
-    return torch.expm1(-log_ratio) + log_ratio
-
-
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 class Meter(Counter):
     """Means of metrics over the real tokens of all micro-batches that were added, in all processes."""
@@ -601,7 +594,8 @@ def update(policy, optimizer, rollout, args):
                 losses = surrogate_loss(ratio, logprobs, r.advantages, lower, upper, args.loss_type)
                 kl = torch.zeros_like(logprobs)
                 if args.beta:
-                    kl = k3_estimate(logprobs, r.ref_logprobs.where(mask, logprobs))  # 0 outside the loss
+                    log_ratio = r.ref_logprobs.where(mask, logprobs) - logprobs  # (b, T) 0 outside the loss
+                    kl = torch.expm1(log_ratio) - log_ratio  # k3: unbiased, and never negative (Schulman 2020)
                     kl = kl * ratio  # so that its gradient is an unbiased estimate of the KL's (DeepSeek-V3.2)
                 weights = token_weights(mask, num_rows, num_tokens, args.loss_type, args.response_length)  # (b, T)
                 loss = masked_sum((losses + args.beta * kl) * weights, mask)
@@ -610,7 +604,7 @@ def update(policy, optimizer, rollout, args):
                 total += loss.detach()
                 is_low = (ratio < lower) & (r.advantages < 0)  # clipped: no gradient from the advantage, but with cispo
                 is_high = (ratio > upper) & (r.advantages > 0)
-                log_ratio = logprobs - r.old_logprobs
+                change = logprobs - r.old_logprobs
                 metrics = {
                     "kl": kl,
                     "entropy": entropy,
@@ -618,8 +612,8 @@ def update(policy, optimizer, rollout, args):
                     "clip_ratio/low_mean": is_low,
                     "clip_ratio/high_mean": is_high,
                     "clip_ratio/region_mean": is_low | is_high,
-                    "policy/approxkl_avg": 0.5 * log_ratio**2,
-                    "policy/first_ratio_error": (log_ratio.exp() - 1).abs(),
+                    "policy/approxkl_avg": 0.5 * change**2,
+                    "policy/first_ratio_error": (change.exp() - 1).abs(),
                 }
                 meter.add(metrics, mask)
             log = meter.means()
@@ -1262,7 +1256,7 @@ class Run:
         save_model(self.models["model"], self.output)
         if RANK:
             return
-        print(f"saved in {self.output}: the model, and metrics.jsonl, which tools/curves.py draws")
+        print(f"saved in {self.output}: the model, and metrics.jsonl (tools/xray.py shows curves and samples)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
         elif not self.args.save_total_limit:

@@ -127,7 +127,6 @@ class Args:
     save_steps: Count = 100  # steps between checkpoints, which hold the full state of the run
     save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
     eval_steps: Count = 100  # steps between evaluations; the last step is always followed by one
-    num_sample_generations: Natural = 2  # how often to print pairs with their rewards
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
 
 
@@ -152,22 +151,16 @@ def train(args):
     optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
     run = Run(args, num_steps, optimizer, schedule, {}, model=model)
-    if run.step == num_steps:  # a complete run that is resumed
-        center_rewards(model, pairs, args)
     for step in run.steps():
-        set_seed(make_seed(args.seed, step, 0))  # all processes drop the same EOS
+        set_seed(make_seed(args.seed, step, RANK))  # of dropout
 
         # 1. Encode: load_pairs did, but some texts may lose their end
         batch = [pairs[i] for i in batches[step - 1]]
         if args.eos_dropout:
-            batch = drop_eos(batch, model.tokenizer, args.eos_dropout)
-        if RANK:
-            set_seed(make_seed(args.seed, step, RANK))  # of dropout, which differs between processes
+            batch = drop_eos(batch, model.tokenizer, args.eos_dropout, make_seed(args.seed, step))
 
         # 2. Read, 3. loss, and 4. update
         stats = update(model, optimizer, batch, args)
-        if step == num_steps:
-            center_rewards(model, pairs, args)
 
         stats["step"] = step
         stats["epoch"] = step / steps_per_pass
@@ -175,9 +168,8 @@ def train(args):
         if eval_pairs and run.is_due(args.eval_steps):
             stats |= evaluate(model, eval_pairs, args)
         run.log(stats, "loss", "accuracy")
-        if args.num_sample_generations and run.is_due(num_steps // args.num_sample_generations):
-            show_samples(run, model, (eval_pairs or pairs)[:4], args)
         schedule.step()
+    center_rewards(model, pairs, args)
     run.finish()
     print(f"config.json has reward_bias {model.config.reward_bias:.3f}: other programs give rewards without it")
 
@@ -190,19 +182,19 @@ def cut_to_fit(pair, args):
     return Pair(pair.prompt[:limit], pair.chosen[:room], pair.rejected[:room], pair.margin)
 
 
-def drop_eos(pairs, tokenizer, share):
+def drop_eos(pairs, tokenizer, share, seed):
     """Removes EOS, or the token that ends a turn, from a random share of the texts. Each is drawn by itself: from pairs
     with one complete text the model learns that a missing EOS makes a text neither better nor worse."""
     ends = tokenizer.added_tokens_decoder.keys() | {tokenizer.eos_token_id}  # a text cut to max_length has none
+    generator = torch.Generator().manual_seed(seed)  # the same in all processes
+    drawn = torch.rand(len(pairs), 2, generator=generator) < share
     shown = []
-    drawn = torch.rand(len(pairs), 2) < share
-    for pair, (of_chosen, of_rejected) in zip(pairs, drawn.tolist()):
-        chosen, rejected = pair.chosen, pair.rejected
-        if of_chosen and chosen[-1] in ends:
-            chosen = chosen[:-1]
-        if of_rejected and rejected[-1] in ends:
-            rejected = rejected[:-1]
-        shown.append(Pair(pair.prompt, chosen, rejected, pair.margin))
+    for pair, is_drawn in zip(pairs, drawn.tolist()):
+        answers = [pair.chosen, pair.rejected]
+        for i, ids in enumerate(answers):
+            if is_drawn[i] and ids[-1] in ends:
+                answers[i] = ids[:-1]
+        shown.append(Pair(pair.prompt, *answers, pair.margin))
     return shown
 
 
@@ -243,27 +235,12 @@ def masked_sum(x, mask):
     return x.masked_fill(~mask, 0.0).sum()
 
 
-class Meter(Counter):
-    """Means of metrics over the real tokens of all micro-batches that were added, in all processes."""
-
-    def add(self, metrics, mask):
-        """Adds metrics of tokens (b, T), or of responses (b, 1), where the mask (b, T) is true."""
-        for name, x in metrics.items():
-            real = mask[:, : x.shape[1]]
-            self[name] += torch.stack([masked_sum(x.detach(), real), real.sum()])
-
-    def means(self):
-        """Metric -> mean. The device is read once."""
-        sums, counts = all_reduce(torch.stack(list(self.values()))).unbind(1)
-        return dict(zip(self, (sums / counts.clamp(min=1)).tolist()))
-
-
 def update(model, optimizer, batch, args):
     """Makes one optimiser step on a batch of pairs. Returns its metrics. The loss is the mean over all pairs of the
     batch, however they are split into micro-batches and among processes."""
+    sums = Counter()
     model.train()  # with dropout, if the model's config has any
     optimizer.zero_grad()
-    meter = Meter()
     for pairs, mask in micro_batches(batch, args):
         chosen, rejected = pair_rewards(model, pairs, args)  # (b,) each
         margin = torch.tensor([pair.margin for pair in pairs], device=args.device)  # (b,)
@@ -271,9 +248,10 @@ def update(model, optimizer, batch, args):
         loss = masked_sum(losses, mask) / len(batch)
         (WORLD_SIZE * loss).backward()  # gradients are averaged over processes
         metrics = {"loss": losses, "accuracy": chosen > rejected, "margin": chosen - rejected}
-        meter.add({name: x[:, None] for name, x in metrics.items()}, mask[:, None])
+        sums.update({name: masked_sum(x.detach(), mask) for name, x in metrics.items()})  # a Counter adds
     model.eval()
-    stats = meter.means()
+    means = all_reduce(torch.stack(list(sums.values()))) / len(batch)
+    stats = dict(zip(sums, means.tolist()))
     stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
     if math.isfinite(stats["grad_norm"]):  # otherwise the step would turn the weights into NaN
         optimizer.step()
@@ -281,8 +259,8 @@ def update(model, optimizer, batch, args):
 
 
 def center_rewards(model, pairs, args):
-    """Shifts the rewards, so that those of training texts have mean 0. Training goes on without the shift. Only these
-    scripts know this entry of config.json."""
+    """Shifts the rewards, so that those of training texts have mean 0. Only these scripts know this entry of
+    config.json."""
     model.config.reward_bias -= all_rewards(model, pairs[:2000], args).mean().item()
 
 
@@ -290,12 +268,8 @@ def center_rewards(model, pairs, args):
 @torch.no_grad()
 def all_rewards(model, pairs, args):
     """(N, 2) rewards of the chosen and the rejected text of all pairs."""
-    parts = []
-    for some, _ in micro_batches(pairs, args):
-        chosen, rejected = pair_rewards(model, some, args)
-        parts.append(torch.stack([chosen, rejected], 1))  # (b, 2)
-    rewards = all_gather(torch.cat(parts))
-    return rewards[: len(pairs)].cpu()  # the last micro-batch may repeat the first rows
+    parts = [torch.stack(pair_rewards(model, some, args), 1) for some, _ in micro_batches(pairs, args)]  # (b, 2) each
+    return all_gather(torch.cat(parts))[: len(pairs)].cpu()  # the last one may repeat the first rows
 
 
 def evaluate(model, pairs, args):
@@ -303,31 +277,15 @@ def evaluate(model, pairs, args):
     bins of |predicted - observed share of pairs in which the text with the higher reward was chosen|."""
     rewards = all_rewards(model, pairs, args)  # (N, 2)
     gaps = rewards[:, 0] - rewards[:, 1]
-    bins = gaps[gaps.abs().argsort()].tensor_split(min(10, len(gaps)))
-    errors = []
-    for x in bins:
-        predicted = x.abs().sigmoid().mean()
-        observed = (x > 0).float().mean()
-        errors.append(len(x) * (predicted - observed).abs().item())
+    surplus = (gaps > 0).float() - gaps.abs().sigmoid()  # (N,) observed - predicted
+    bins = surplus[gaps.abs().argsort()].tensor_split(10)
     return {
         "eval/loss": preference_loss(*rewards.unbind(1), 0.0, 0.0).mean().item(),
         "eval/accuracy": (gaps > 0).float().mean().item(),
         "eval/margin": gaps.mean().item(),
-        "eval/calibration_error": sum(errors) / len(pairs),
-        "eval/mean_reward": rewards.mean().item(),
+        "eval/calibration_error": sum(x.sum().abs().item() for x in bins) / len(pairs),
         "eval/std_reward": rewards.std().item(),
     }
-
-
-def show_samples(run, model, pairs, args):
-    """Prints pairs with their rewards."""
-    rewards = all_rewards(model, pairs, args)  # (N, 2)
-    columns = {}
-    for name in ("prompt", "chosen", "rejected"):
-        ids = [getattr(pair, name) for pair in pairs]
-        columns[name] = model.tokenizer.batch_decode(ids)
-    columns["rewards"] = [f"{chosen:.2f} {rejected:.2f}" for chosen, rejected in rewards.tolist()]
-    run.show(columns, {"rewards": rewards})
 
 
 # --- Model ------------------------------------------------------------------------------------------------------------
@@ -358,8 +316,7 @@ def choose_pad_token(model, pairs):
     num_tokens = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
     free = set(range(num_tokens))
     for pair in pairs:
-        ids = np.concatenate([pair.prompt, pair.chosen, pair.rejected])
-        free -= set(ids.tolist())
+        free.difference_update(pair.prompt.tolist(), pair.chosen.tolist(), pair.rejected.tolist())
     if tokenizer.pad_token_id not in free and free:
         added = free & tokenizer.added_tokens_decoder.keys()
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(max(added or free))  # the last ones are rare
@@ -885,7 +842,7 @@ class Run:
         save_model(self.models["model"], self.output)
         if RANK:
             return
-        print(f"saved in {self.output}: the model, and metrics.jsonl, which tools/curves.py draws")
+        print(f"saved in {self.output}: the model, and metrics.jsonl (tools/xray.py shows curves and samples)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
         elif not self.args.save_total_limit:

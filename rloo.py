@@ -75,10 +75,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, StaticCache
 from transformers import get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
@@ -270,11 +269,9 @@ class Rollout:
         return part
 
     def micro_batches(self, index, args):
-        """Splits row numbers into this process's micro-batches of groups of similar lengths, to save padding."""
+        """Splits row numbers into this process's micro-batches, each of similar lengths, to save padding."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
-        lengths = lengths.view(-1, self.k).amax(1)  # (B/k,) of the longest row of each group
-        index = index.sort().values
-        index = index[lengths[index // self.k].argsort(stable=True)]
+        index = index[lengths[index].argsort(stable=True)]
         num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))  # equal in all processes
         return index.tensor_split(num_rounds * WORLD_SIZE)[RANK::WORLD_SIZE]
 
@@ -315,19 +312,6 @@ def sample_categorical(logits, uniforms):
     threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1), scaled because the sum of the probabilities is not exactly 1
     tokens = torch.searchsorted(cdf, threshold, right=True).clamp(max=logits.shape[1] - 1)  # (B, 1)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
-
-
-def read_prompts(model, prompts, prompt_mask, cache):
-    """Reads each distinct prompt (B, P) once, and gives the key-value cache a copy of it for each row. Returns the
-    logits (B, 1, V) of the first response token."""
-    marked = prompts.where(prompt_mask, -1).cpu()  # -1: padding. Some devices do not support unique
-    distinct, prompt_of = marked.unique(dim=0, return_inverse=True)
-    distinct = distinct.to(prompts.device)
-    prompt_of = prompt_of.to(prompts.device)  # (B,) numbers of distinct prompts
-    mask = (distinct >= 0).long()
-    output = forward(model, distinct.clamp(min=0), mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    cache.reorder_cache(prompt_of)
-    return output.logits[prompt_of]
 
 
 @torch.no_grad()
@@ -421,33 +405,14 @@ class SlicedLogprobs(torch.autograd.Function):
         return logits, None, None, None
 
 
-def can_share_prompts(model, args):
-    """Whether a model can read a prompt once for its rows: not if recomputed layers would fill the cache twice, or if
-    layers other than attention keep a state."""
-    layers = DynamicCache(config=model.config).layers
-    return not args.gradient_checkpointing and not any(isinstance(x, LinearAttentionCacheLayerMixin) for x in layers)
-
-
 def logprobs_under(model, r, args, with_entropy=False):
     """(b, T) log-probabilities of the response tokens under a model, and the entropies of its distributions. Position
-    P-1+t of the input predicts response token t, both counted from 0. A prompt is read once for its rows: the backward
-    pass sums their gradients."""
+    P-1+t of the input predicts response token t, both counted from 0."""
     P, T = r.prompts.shape[1], r.responses.shape[1]
-    ids, mask = r.joined()  # (b, P+T) each
-    if not can_share_prompts(model, args):
-        positions = torch.arange(P - 1, P + T - 1, device=mask.device)
-        with autocast(args):
-            logits = forward(model, ids, mask, use_cache=False, logits_to_keep=positions).logits  # (b, T, V)
-        return SlicedLogprobs.apply(logits, r.responses, args.temperature, with_entropy)
-    cache = DynamicCache(config=model.config)
-    positions = torch.arange(T - 1, device=mask.device)  # the last token predicts nothing
-    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": positions}
+    positions = torch.arange(P - 1, P + T - 1, device=r.mask.device)
     with autocast(args):
-        first = read_prompts(model, r.prompts, r.prompt_mask, cache)  # (b, 1, V)
-        others = forward(model, r.responses, mask, **options).logits  # (b, T-1, V)
-    of_first = SlicedLogprobs.apply(first, r.responses[:, :1], args.temperature, with_entropy)
-    of_others = SlicedLogprobs.apply(others, r.responses[:, 1:], args.temperature, with_entropy)
-    return [torch.cat(columns, 1) for columns in zip(of_first, of_others)]
+        logits = forward(model, *r.joined(), use_cache=False, logits_to_keep=positions).logits  # (b, T, V)
+    return SlicedLogprobs.apply(logits, r.responses, args.temperature, with_entropy)
 
 
 def read_logprobs(model, rollout, args):
@@ -627,7 +592,6 @@ def load_models(args):
     dropout: rollout, scoring and loss use one distribution."""
     policy = load_model(AutoModelForCausalLM, args.model)
     reference = deepcopy(policy).requires_grad_(False) if not args.lora_r else partial(without_adapters, policy)
-    reference.config = policy.config
     if args.lora_r:
         add_adapters(policy, args.lora_r)
     return policy, reference
@@ -635,10 +599,8 @@ def load_models(args):
 
 def choose_sizes(args, policy, prompts, eval_prompts):
     """Returns the settings with learning rate and batch sizes filled in, and prints them."""
-    K = args.rloo_k
+    longest = max(len(row["input_ids"]) for row in prompts + eval_prompts) + args.response_length
     config = policy.config.get_text_config()
-    prompt_length = max(len(row["input_ids"]) for row in prompts + eval_prompts)
-    longest = prompt_length + args.response_length
     limit = getattr(config, "max_position_embeddings", longest)
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
     size = policy.num_parameters()
@@ -648,11 +610,10 @@ def choose_sizes(args, policy, prompts, eval_prompts):
         rate *= 10
     rate = args.learning_rate or float(f"{rate:.2g}")
     tokens = 2048 if args.device == "cpu" else min(8192, 2**29 // config.vocab_size)  # of a pass: at most 2**29 logits
-    rows = max(1, tokens // (args.response_length + prompt_length // K))  # a prompt is read once for its K rows
-    rows = args.micro_batch_size or (rows // K * K or rows)  # whole groups, if one fits
-    parts = math.lcm(args.num_mini_batches, K) * WORLD_SIZE
+    rows = args.micro_batch_size or max(1, tokens // longest)
+    parts = math.lcm(args.num_mini_batches, args.rloo_k) * WORLD_SIZE
     is_whole = args.batch_size % parts == 0
-    require(is_whole, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches and groups of {K}")
+    require(is_whole, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches and groups")
     num_updates = args.total_episodes // args.batch_size
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     sampled = args.local_rollout_forward_batch_size or 4 * rows
@@ -1190,7 +1151,7 @@ class Run:
         save_model(self.models["model"], self.output)
         if RANK:
             return
-        print(f"saved in {self.output}: the model, and metrics.jsonl, which tools/curves.py draws")
+        print(f"saved in {self.output}: the model, and metrics.jsonl (tools/xray.py shows curves and samples)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
         elif not self.args.save_total_limit:
