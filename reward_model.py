@@ -551,20 +551,15 @@ def render_answer(messages, row, tokenizer):
 
 def encode(texts, tokenizer, is_chat=False):
     """Token ids of texts that go on: without the EOS that some tokenizers add. A chat template writes BOS itself."""
-    rows = []
-    unknown = tokenizer.unk_token_id
-    if unknown == tokenizer.eos_token_id:  # of GPT-2, which knows every text
-        unknown = None
-    starts = range(0, len(texts), 1000)
-    for start in tqdm(starts, desc="encoding", disable=len(texts) < 20_000):
-        batch = tokenizer(texts[start : start + 1000], add_special_tokens=not is_chat)["input_ids"]
-        for number, ids in enumerate(batch, start + 1):
-            if unknown in ids:
-                sys.exit(f"error: row {number}: --model has no token for a part of {texts[number - 1]!r:.60}")
-            rows.append(np.array(ids, np.int32))
     adds_eos = not is_chat and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
-    if adds_eos:
-        rows = [ids[:-1] for ids in rows]
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # one token in GPT-2, which knows every text
+    rows = []
+    for start in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
+        batch = tokenizer(texts[start : start + 1000], add_special_tokens=not is_chat)["input_ids"]
+        for text, ids in zip(texts[start:], batch):
+            if not unknown.isdisjoint(ids):
+                sys.exit(f"error: row {len(rows) + 1}: --model has no token for a part of {text!r:.60}")
+            rows.append(np.array(ids[:-1] if adds_eos else ids, np.int32))
     return rows
 
 
