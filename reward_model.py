@@ -801,10 +801,8 @@ class Run:
         weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
-        saved = {"step": self.step, "state": self.state}
+        saved = {"step": self.step, "state": self.state, "weights": weights, "moments": optimizer["state"]}
         saved["num_bytes"] = (self.output / "metrics.jsonl").stat().st_size
-        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]
-        saved |= {"weights": {name: weights[name] for name in trained}, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=folder) as unfinished:  # is removed if the disk is full

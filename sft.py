@@ -91,9 +91,7 @@ def alias(*flags):
 @pydantic.dataclasses.dataclass(config={"allow_inf_nan": False})  # checks the values
 class Args:
     # --- Supervised fine-tuning ---
-    completion_only_loss: bool = True  # only completions are labels (TRL); otherwise prompts are labels, too
-    max_length: Annotated[Count, alias("--max-seq-length")] = 512  # longer texts lose their end; length of a block
-    packing: bool = False  # join all texts, and cut them into blocks of max_length: no padding (TRL 0.7)
+    max_length: Annotated[Count, alias("--max-seq-length")] = 512  # longer texts lose their end
     # --- Optimisation ---
     # its maximum; by default 2e-5 (TRL), with LoRA 2e-4, from scratch 3e-3
     learning_rate: Annotated[Positive | None, alias("--lr")] = None
@@ -107,7 +105,7 @@ class Args:
     micro_batch_size: Count | None = None  # texts per pass; by default 16 on a CPU, 8192 tokens on a GPU
     # --- Model: a folder, or a name on the hub ---
     model: Annotated[str | None, alias("--model-name-or-path")] = None  # to fine-tune; by default, random weights
-    from_scratch: str | None = f"{TOY}/base"  # without --model: the config and the tokenizer are those of this model
+    from_scratch: str = f"{TOY}/base"  # without --model: the config and the tokenizer are those of this model
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # run the model in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -126,7 +124,6 @@ class Args:
     save_steps: Count = 100  # steps between checkpoints, which hold the full state of the run
     save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
     eval_steps: Count = 100  # steps between evaluations; the last step is always followed by one
-    num_sample_generations: Natural = 3  # how often to print sampled completions (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
 
 
@@ -135,27 +132,20 @@ def train(args):
     """Trains the policy. Saves it in the run's folder, with its metrics."""
     args = start(args)
     require(args.model or not args.lora_r, "--lora-r trains adapters of a pretrained model: set --model")
-    if args.model:
-        args = replace(args, from_scratch=None)
     name = args.model or args.from_scratch
     tokenizer = load_tokenizer(name)
     args = fit_context(args, name)
-    limit = math.inf if args.packing else args.max_length
-    texts = load_texts(args, tokenizer, args.dataset_train_split, limit)
-    if args.packing:
-        texts = pack(texts, args.max_length)
+    texts = load_texts(args, tokenizer, args.dataset_train_split)
     require(texts, f"no text has a label within {args.max_length} tokens: see --max-length")
-    eval_texts = load_texts(args, tokenizer, args.dataset_test_split, args.max_length)
+    eval_texts = load_texts(args, tokenizer, args.dataset_test_split)
     policy = load_policy(args)
     place(policy, args)
     args = choose_sizes(args, policy, texts)  # from here on, all sizes are set
     B = args.batch_size
-    passes = range(math.ceil(args.num_train_epochs))
-    batches = []  # of numbers of texts
-    for number in passes:
-        order = shuffled(len(texts), args.seed, number)
-        batches += [order[i : i + B] for i in range(0, len(texts), B)]
-    num_steps = math.ceil(args.num_train_epochs * len(batches) / len(passes))
+    orders = [shuffled(len(texts), args.seed, number) for number in range(math.ceil(args.num_train_epochs))]
+    batches = [order[i : i + B] for order in orders for i in range(0, len(texts), B)]  # numbers of texts
+    steps_per_pass = len(batches) // len(orders)
+    num_steps = math.ceil(args.num_train_epochs * steps_per_pass)
 
     weights = [p for p in policy.parameters() if p.requires_grad]
     # fused: ten times as fast on a CPU
@@ -176,22 +166,20 @@ def train(args):
 
         state["num_tokens"] += num_labels
         stats["step"] = step
-        stats["epoch"] = step * len(passes) / len(batches)
+        stats["epoch"] = step / steps_per_pass
         stats["num_tokens"] = state["num_tokens"]
         stats["lr"] = optimizer.param_groups[0]["lr"]
         stats["perf/tokens_per_second"] = num_labels / (time.perf_counter() - run.step_started)
         if eval_texts and run.is_due(args.eval_steps):
             stats |= evaluate(policy, eval_texts, args)
         run.log(stats, "loss", "mean_token_accuracy")
-        if args.num_sample_generations and run.is_due(num_steps // args.num_sample_generations):
-            show_samples(run, policy, (eval_texts or texts)[:3], args)
         schedule.step()
     run.finish()
 
 
 # --- 1. Encode --------------------------------------------------------------------------------------------------------
-def load_texts(args, tokenizer, split, limit):
-    """The texts of a split: pairs of token ids (S,) and a mask of labels (S,), cut to `limit` tokens.
+def load_texts(args, tokenizer, split):
+    """The texts of a split: pairs of token ids (S,) and a mask of labels (S,), cut to max_length tokens.
 
     A text is encoded as a whole: the completion alone could have other tokens, since SentencePiece puts a space before
     every text. Its first tokens have to be those of the prompt alone, because these are what a rollout reads.
@@ -201,44 +189,39 @@ def load_texts(args, tokenizer, split, limit):
         return []
     where = f"{args.dataset}, {split}"
     is_chat = isinstance(rows[0].get("messages") or rows[0].get("prompt"), list)
-    read = partial(read_texts, is_chat=is_chat, tokenizer=tokenizer, each_answer=args.completion_only_loss)
-    of_rows = parse(rows, read, where)
-    numbers = [number for number, pairs in enumerate(of_rows, 1) for _ in pairs]  # the row of each text
-    prompts = [prompt for pairs in of_rows for prompt, _ in pairs]
-    wholes = [whole for pairs in of_rows for _, whole in pairs]
+    of_rows = parse(rows, partial(read_texts, is_chat=is_chat, tokenizer=tokenizer), where)
+    pairs = [(number, *pair) for number, of_row in enumerate(of_rows, 1) for pair in of_row]
+    numbers, prompts, wholes = map(list, zip(*pairs))
     texts = []
     num_cut = 0
-    columns = numbers, prompts, encode(prompts, tokenizer, is_chat), encode(wholes, tokenizer, is_chat)
-    for number, prompt, prompt_ids, ids in zip(*columns):
+    encoded = encode(prompts, tokenizer, is_chat), encode(wholes, tokenizer, is_chat)
+    for number, prompt_ids, ids in zip(numbers, *encoded):
         has_prompt = np.array_equal(ids[: len(prompt_ids)], prompt_ids)
         message = "a token of the text holds the end of its prompt: does the prompt end with a space?"
         require(has_prompt, f"row {number} of {where}: {message} (recipes/data.py converts other forms)")
         if not is_chat and ids[-1] != tokenizer.eos_token_id:
             ids = np.append(ids, np.int32(tokenizer.eos_token_id))
-        start = len(prompt_ids) if prompt and args.completion_only_loss else 0
-        size = min(len(ids), limit)
-        num_cut += size < len(ids)
-        texts.append((ids[:size], np.arange(size) >= start))
+        is_label = np.arange(len(ids)) >= len(prompt_ids)
+        texts.append((ids[: args.max_length], is_label[: args.max_length]))
+        num_cut += len(ids) > args.max_length
     kept = [(ids, is_label) for ids, is_label in texts if is_label[1:].any()]  # nothing predicts the first token
-    print(f"{split}: {len(kept)} of {len(texts)} texts have a label within {limit} tokens; {num_cut} were cut")
+    print(f"{split}: {len(kept)} of {len(texts)} texts have labels within {args.max_length} tokens; {num_cut} were cut")
     for ids, is_label in kept[:1]:
         print(f"the first one, as the policy reads it: {tokenizer.decode(ids[~is_label])!r}")
         print(f"its labels: {tokenizer.decode(ids[is_label])!r}")
     return kept
 
 
-def read_texts(row, is_chat, tokenizer, each_answer):
+def read_texts(row, is_chat, tokenizer):
     """The texts of a row, each as its prompt and the whole: one, or one for each answer of the assistant."""
     require(row.get("label") is not False, "its `label` is false: a bad completion is not to be learned")
     match row:
         case {"messages": list(messages)} if is_chat:
             answers = [i for i, x in enumerate(messages) if isinstance(x, dict) and x.get("role") == "assistant"]
-            end = 1 + max(answers, default=len(messages))
-            check_messages(messages[:end], last="assistant")
+            messages = messages[: 1 + max(answers, default=len(messages))]
         case {"prompt": list(prompt), "completion": [message]} if is_chat:
             messages = [*prompt, message]
             answers = [len(prompt)]
-            check_messages(messages, last="assistant")
         case {"prompt": str(prompt), "completion": completion} if not is_chat:
             if prompt:
                 check_text(prompt, "prompt")
@@ -249,8 +232,7 @@ def read_texts(row, is_chat, tokenizer, each_answer):
             return [("", text)]
         case _:
             sys.exit("there is no `text`, or `prompt` and `completion`, or `messages`, of the same type in all rows")
-    if not each_answer:
-        answers = answers[-1:]  # whose text has the tokens of all others
+    check_messages(messages, last="assistant")
     texts = []
     for i in answers:
         require(i and messages[i - 1]["role"] == "user", "an answer does not follow a message of the user")
@@ -259,19 +241,6 @@ def read_texts(row, is_chat, tokenizer, each_answer):
         require(whole.startswith(prompt), f"the chat template does not write {prompt[-30:]!r} before an answer")
         texts.append((prompt, whole))
     return texts
-
-
-def pack(texts, length):
-    """Joins texts, each with its EOS, and cuts them into blocks of `length` tokens, without the remainder (TRL 0.7).
-    Blocks without a label are dropped.
-
-    [[a b EOS], [c d e EOS], [f EOS]] at length 4 -> [a b EOS c], [d e EOS f]
-    """
-    ids, is_label = (np.concatenate(parts) for parts in zip(*texts))
-    end = len(ids) // length * length
-    ids = ids[:end].reshape(-1, length)  # (number of blocks, length)
-    is_label = is_label[:end].reshape(-1, length)
-    return [block for block in zip(ids, is_label) if block[1][1:].any()]
 
 
 # --- 2. Loss ----------------------------------------------------------------------------------------------------------
@@ -384,23 +353,6 @@ def evaluate(policy, texts, args):
         "eval/mean_token_accuracy": num_hits / num_labels,
         "eval/eos_loss": eos_total / max(1.0, num_eos),
     }
-
-
-def show_samples(run, policy, texts, args):
-    """Prints prompts, each with a completion sampled from the policy and the one in the dataset. The prompt
-    of a text without one is its first eight tokens, or half of a short text."""
-    decode = policy.tokenizer.decode
-    columns = {"prompt": [], "sampled completion": [], "completion in the dataset": []}
-    set_seed(args.seed)  # all processes draw the same completions
-    for ids, is_label in texts:
-        start = int(is_label.argmax()) or min(8, len(ids) // 2)
-        prompt = torch.tensor(ids[None, :start], device=args.device)  # (1, P)
-        with autocast(args):
-            text = policy.generate(prompt, max_new_tokens=min(53, args.max_length - start))[0]
-        columns["prompt"].append(decode(ids[:start]))
-        columns["sampled completion"].append(decode(text[start:]))
-        columns["completion in the dataset"].append(decode(ids[start:]))
-    run.show(columns, {})
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
@@ -824,10 +776,8 @@ class Run:
         weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
-        saved = {"step": self.step, "state": self.state}
+        saved = {"step": self.step, "state": self.state, "weights": weights, "moments": optimizer["state"]}
         saved["num_bytes"] = (self.output / "metrics.jsonl").stat().st_size
-        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]
-        saved |= {"weights": {name: weights[name] for name in trained}, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=folder) as unfinished:  # is removed if the disk is full
