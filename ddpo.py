@@ -17,7 +17,7 @@ For each epoch:
   1. sample     noise x_N, then N times x_{t-1} = mu + sigma_t z, where z ~ Normal(0, 1) (DDIM with eta > 0); keep every
                 x_t, and log pi(x_{t-1} | x_t), the log-density of the normal distribution, as a mean over pixels
   2. score      images, prompts and metadata -> one score per image, the weighted sum of all rewards
-  3. advantage  A = (score - mean) / std, over the batch or over recent scores of the prompt; the same A for all steps
+  3. advantage  A = (score - mean) / std, over the batch; the same A for all steps
   4. loss       ratio_t = pi(x_{t-1} | x_t) / pi_old(x_{t-1} | x_t)
                 mean_t max(-A ratio_t, -A clip(ratio_t, 1-eps, 1+eps)) + kl_coef * KL_t, per pixel
   5. update     `train_num_inner_epochs` passes over the batch; the steps of each image are in a random order
@@ -51,7 +51,6 @@ import shutil
 import signal
 import sys
 import time
-import warnings
 from collections import Counter
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -115,9 +114,6 @@ class Args:
     train_clip_range: Positive = 1e-4  # eps: the ratio is clipped to 1 +- this (TRL)
     train_adv_clip_max: Positive = 5.0  # advantages are clipped to +- this (TRL)
     train_timestep_fraction: Share = 1.0  # fraction of each image's steps to train on, chosen at random (TRL)
-    per_prompt_stat_tracking: bool = False  # normalise scores by the recent scores of the same prompt (TRL)
-    per_prompt_stat_tracking_buffer_size: Count = 16  # number of recent scores to keep per prompt (TRL)
-    per_prompt_stat_tracking_min_count: Count = 16  # with fewer scores, a prompt is normalised by the batch (TRL)
     kl_coef: NonNegative = 0.0  # weight of the KL to the initial model in the loss (DPOK; 0 in DDPO: no KL)
     # --- Optimisation ---
     train_learning_rate: Positive = 3e-4  # learning rate of AdamW, constant (TRL)
@@ -165,8 +161,7 @@ def train(args):
     options |= {"lr": args.train_learning_rate, "weight_decay": args.train_adam_weight_decay}
     optimizer = torch.optim.AdamW(parameters, fused=True, **options)
     schedule = get_scheduler("constant", optimizer)
-    state = {"scores": {}}  # the recent scores of each prompt: what an epoch hands to the next; in checkpoints
-    run = Run(args, args.num_epochs, optimizer, schedule, state, model=chain.policy)
+    run = Run(args, args.num_epochs, optimizer, schedule, {}, model=chain.policy)
     for epoch in run.steps():
         set_seed(make_seed(args.seed, epoch))
 
@@ -178,17 +173,13 @@ def train(args):
         rollout = score_batch(parts, examples, reward_fns, args)
 
         # 3. Advantage
-        if args.per_prompt_stat_tracking:
-            texts = [example["prompt"] for example in examples]
-            sizes = args.per_prompt_stat_tracking_buffer_size, args.per_prompt_stat_tracking_min_count
-            advantages = prompt_advantages(rollout.scores, texts, state["scores"], *sizes)  # (B,)
-        else:
-            advantages = normalize(rollout.scores, rollout.scores, 1e-8)
-        rollout.advantages = advantages.clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
+        limit = args.train_adv_clip_max
+        rollout.advantages = normalize(rollout.scores).clamp(-limit, limit)
 
         # 4. Loss, and 5. update
         stats = update(chain, optimizer, rollout, args)
-        check_update(stats, rollout, epoch, args)
+        is_one = epoch > 1 or stats["first_ratio_error"] < min(1e-4, args.train_clip_range / 2)  # or rounding clips
+        require(is_one, "first_ratio_error: sampling and update differ, perhaps by rounding: give both one batch size")
         stats |= rollout_stats(rollout, args)
         run.log(stats | {"epoch": epoch, "step": epoch * stats["step"]}, "reward_mean", "objective/kl")
         if run.is_due(args.image_steps) and not RANK:
@@ -377,24 +368,10 @@ def score_batch(parts, examples, reward_fns, args):
 
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
-def normalize(scores, others, eps):
-    """(b,) scores minus the mean of others, divided by their standard deviation; 0 if all are equal."""
-    first = scores[0]  # subtracted from all, so that equal scores give exactly 0: their mean may be rounded
-    return (scores - first - (others - first).mean()) / (others.std(correction=0) + eps)
-
-
-def prompt_advantages(scores, prompts, history, buffer_size, min_count):
-    """(B,) scores, normalised by the last `buffer_size` scores of the same prompt, including these; by the batch if
-    there are fewer than `min_count` (TRL)."""
-    advantages = torch.empty_like(scores)
-    for prompt in dict.fromkeys(prompts):
-        rows = [i for i, other in enumerate(prompts) if other == prompt]
-        kept = history.get(prompt, []) + scores[rows].tolist()
-        history[prompt] = kept[-buffer_size:]
-        is_enough = len(history[prompt]) >= min_count
-        others = torch.tensor(history[prompt]).to(scores) if is_enough else scores
-        advantages[rows] = normalize(scores[rows], others, 1e-6)
-    return advantages
+def normalize(scores):
+    """(B,) scores minus their mean, divided by their standard deviation; 0 if all are equal."""
+    moved = scores - scores[0]  # so that equal scores give exactly 0: their mean may be rounded
+    return (moved - moved.mean()) / (scores.std(correction=0) + 1e-8)
 
 
 # --- 4. Loss ----------------------------------------------------------------------------------------------------------
@@ -454,7 +431,8 @@ def update(chain, optimizer, rollout, args):
                     }
                     sums.update({name: values.detach().sum() for name, values in metrics.items()})  # a Counter adds
             means = all_reduce(torch.stack(list(sums.values()))) / (WORLD_SIZE * num_pairs)
-            average_gradient(weights)
+            for p in weights:
+                all_reduce(p.grad).div_(WORLD_SIZE)  # the mean over processes
             norm = nn.utils.clip_grad_norm_(weights, args.train_max_grad_norm)
             if norm.isfinite():  # otherwise the step would turn the weights into NaN
                 optimizer.step()
@@ -463,14 +441,6 @@ def update(chain, optimizer, rollout, args):
     stats = {name: sum(log[name] for log in logs) / len(logs) for name in logs[0]}
     stats["first_ratio_error"] = logs[0]["first_ratio_error"]  # before any step, where the ratio should be 1
     return stats | {"step": len(logs)}
-
-
-def average_gradient(weights):
-    """Averages the gradient over processes."""
-    for p in weights:
-        if p.grad is not None:
-            all_reduce(p.grad)
-            p.grad /= WORLD_SIZE
 
 
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs =============================
@@ -485,18 +455,6 @@ def rollout_stats(rollout, args):
         stats[f"rewards/{name}/mean"] = rewards.mean().item()
         stats[f"rewards/{name}/std"] = rewards.std().item()  # with Bessel's correction, as in TRL
     return stats
-
-
-def check_update(stats, rollout, epoch, args):
-    """Ends or warns of a run whose first ratio is not 1, or whose scores are all equal."""
-    limit = min(1e-4, args.train_clip_range / 2)  # beyond it, rounding alone would clip
-    if not stats["first_ratio_error"] <= limit:
-        message = "first_ratio_error: sampling and update differ, by dropout, NaN, or rounding. Against rounding, give "
-        message += "--sample-batch-size and --train-batch-size the same number, or leave out --bf16"
-        require(epoch > 1, message)
-        warnings.warn(message)
-    if not rollout.advantages.any():
-        warnings.warn("all scores are equal, so no image is better than another: check the reward")
 
 
 def draw_images(run, chain, prompts, args):
@@ -577,10 +535,7 @@ save_model = save_pipeline  # Run calls it by this name
 
 def load_image_rewards(args):
     """The functions of --reward-fn by name."""
-    reward_fns = {}
-    for spec in args.reward_fn:
-        function = load_function(spec, "--reward-fn")
-        reward_fns[spec.rpartition(":")[2]] = function
+    reward_fns = {spec.rpartition(":")[2]: load_function(spec, "--reward-fn") for spec in args.reward_fn}
     require(len(reward_fns) == len(args.reward_fn), "--reward-fn: two functions have the same name")
     has_weights = len(args.reward_weights) in (0, len(reward_fns))
     require(has_weights, "--reward-weights needs one number for each function of --reward-fn")
@@ -605,11 +560,8 @@ def load_rows(args):
         require(isinstance(row.get("prompt"), str), f"row {number} of {path}: 'prompt' is not a text")
     SOURCES["train"] = f"{len(rows)} rows of {path}"
     tokenizer = AutoTokenizer.from_pretrained(args.model, subfolder="tokenizer")
-    ids = tokenizer([row["prompt"] for row in rows])["input_ids"]
-    limit = tokenizer.model_max_length
-    num_cut = sum(len(x) > limit for x in ids)
-    print(f"train: {SOURCES['train']}; {num_cut} prompts are truncated to {limit} tokens")
-    print(f"the first one, as the text encoder reads it: {tokenizer.decode(ids[0][:limit])!r}")
+    ids = tokenizer(rows[0]["prompt"], truncation=True)["input_ids"]
+    print(f"train: {SOURCES['train']}; the first one, as the text encoder reads it: {tokenizer.decode(ids)!r}")
     return rows
 
 
@@ -830,10 +782,8 @@ class Run:
         weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
-        saved = {"step": self.step, "state": self.state}
+        saved = {"step": self.step, "state": self.state, "weights": weights, "moments": optimizer["state"]}
         saved["num_bytes"] = (self.output / "metrics.jsonl").stat().st_size
-        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]
-        saved |= {"weights": {name: weights[name] for name in trained}, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=folder) as unfinished:  # is removed if the disk is full
