@@ -12,7 +12,7 @@ A row of problems.jsonl has a conversation, which explains the calculator, and t
 import re
 from fractions import Fraction
 
-from verifiers import in_plain_signs, right_number, text_of, work_out
+from rewards.verifiers import in_plain_signs, right_number, text_of, work_out
 
 
 def calculate(expression: str) -> str:

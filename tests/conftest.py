@@ -34,9 +34,6 @@ if "CACHE_OF_TESTS" not in os.environ:  # nothing is written to the user's; proc
 
 
 sys.path.insert(0, str(ROOT))
-from runs import draw_nothing  # noqa: E402 (it imports torch)
-
-draw_nothing()
 
 
 @pytest.fixture(autouse=True)

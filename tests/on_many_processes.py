@@ -5,14 +5,13 @@ import os
 import socket
 import time
 
-from runs import draw_nothing, fork, main, script
+from runs import fork, main, script
 
 
 def work(rank, port, jobs, set_up):
     """All jobs, one after the other. A job is a script and the words of its command line."""
     place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=port)
     os.environ |= {name: str(value) for name, value in place.items()}
-    draw_nothing()
     if set_up:
         set_up()
     for name, words in jobs:

@@ -14,7 +14,7 @@ from functools import cache, partial
 
 import torch
 import torch.distributed as dist
-from runs import draw_nothing, run
+from runs import run
 from torch.distributed import _functional_collectives
 from torch.distributed.distributed_c10d import ProcessGroupGloo, _register_process_group, _resolve_process_group
 from torch.distributed.fsdp._fully_shard import _fsdp_init
@@ -199,7 +199,6 @@ def set_up():
 
 def train(jobs):
     """Runs of scripts, each with its settings and folder."""
-    draw_nothing()
     set_up()
     for script, settings, output in jobs:
         run(script, output, device=NAME, **settings)

@@ -10,7 +10,6 @@ import sys
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -21,13 +20,6 @@ from torch import nn
 GOLD = "toy/gold_score.py:gold_score"
 NAMES = [script.removesuffix(".py") for script in SCRIPTS]
 ON_PROMPTS = ["ppo", "rloo", "grpo", "agent"]  # these draw responses to prompts
-
-
-def draw_nothing():
-    """From here on, curves are not drawn, which takes half of a run of three steps."""
-    import pandas
-
-    pandas.DataFrame.plot.__call__ = mock.MagicMock()
 
 
 def slow_but(quick, cases):
@@ -134,7 +126,7 @@ def fork(said, function, *args):
     """Starts a function in a process of its own, forked from one that has imported all that it needs. What it prints
     goes to the file `said`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ppo", "datasets", "pandas"])
+    context.set_forkserver_preload(["ppo", "datasets"])
     process = context.Process(target=call, args=(said, function, *args))
     process.start()
     return process

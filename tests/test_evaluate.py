@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import save_family
-from runs import GOLD, slow_but, write_rows
+from runs import GOLD, slow_but, watch, write_rows
 from runs import run as train
 from sources import ROOT, load
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -97,8 +97,12 @@ def test_rewards_are_those_of_training(family, judge, tmp_path, monkeypatch):
     data = write_rows(tmp_path / "d.jsonl", rows)
     settings = dict(batch_size=8, total_episodes=8, num_ppo_epochs=1, learning_rate=1e-12, temperature=0.7)
     settings |= dict(model=policy, reward_model=folder, dataset=data, response_length=4)
+
+    def stop_at_many(_, model, *__):
+        model.stop_token_ids = model.generation_config.eos_token_id = list(range(300, 900))
+
     with monkeypatch.context() as patch:
-        patch.setattr(ppo, "find_stop_tokens", lambda *_, **__: list(range(300, 900)))
+        watch(patch, ppo, "set_stop_tokens", stop_at_many)
         (line,) = train(ppo, "run", reward_fn=("reward_model", "r.py:note"), **settings)
     data = write_rows(tmp_path / "e.jsonl", [rows[i] for i in ppo.shuffled(8, 1, 0)])
     settings = dict(dataset=data, seed=ppo.make_seed(1, 1), response_length=4, num_prompts=8)

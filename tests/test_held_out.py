@@ -116,9 +116,9 @@ def test_a_sampler_with_another_cache_is_refused(name, tiny, tmp_path, monkeypat
 
 
 def test_the_run_says_what_it_was(held_out, tmp_path):
-    """args.json has the revision of the script and the data; the command line of a user makes the same."""
+    """args.json has the settings and the data; the command line of a user makes the same."""
     settings = {key: x for key, x in held_out("ppo").items() if key != "reward_fn"}
     main("ppo", *words_of(**settings, device="cpu", output_dir=tmp_path / "run", num_sample_generations=0))
     about = json.loads((tmp_path / "run/args.json").read_text())
-    assert about["revision"] and "64 rows" in about["data"]["train"] and "validation" in about["data"]
+    assert about["eval_steps"] == 2 and "64 rows" in about["data"]["train"] and "validation" in about["data"]
     assert evaluated(lines_of(tmp_path / "run")) == [0, 2, 3]

@@ -29,7 +29,7 @@ def test_losses_and_gradients_ignore_padding():
     close(spoiled, expected * MASK)
 
 
-# --- token_logprobs
+# --- SlicedLogprobs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -43,7 +43,7 @@ def test_slices_of_logits_are_the_whole(tokens_of_a_slice, dtype, monkeypatch):
     expected = log_softmax.gather(-1, tokens[..., None])[..., 0]
     (expected * weights).sum().backward()
     monkeypatch.setattr("builtins.max", lambda *_: tokens_of_a_slice)
-    logprobs, entropy = ppo.token_logprobs(sliced * 1, tokens, 0.7, with_entropy=True)
+    logprobs, entropy = ppo.SlicedLogprobs.apply(sliced * 1, tokens, 0.7, True)
     monkeypatch.undo()
     (logprobs * weights).sum().backward()
     close(logprobs.detach(), expected.detach())
@@ -54,7 +54,7 @@ def test_slices_of_logits_are_the_whole(tokens_of_a_slice, dtype, monkeypatch):
 def test_a_model_that_needs_its_logits_again_is_refused():
     """The gradient takes their memory. A head such as tanh keeps its result for its own gradient."""
     logits = randn(2, 3, 17).requires_grad_().tanh()
-    logprobs, _ = ppo.token_logprobs(logits, torch.ones(2, 3, dtype=torch.long))
+    logprobs, _ = ppo.SlicedLogprobs.apply(logits, torch.ones(2, 3, dtype=torch.long), 1.0, False)
     with pytest.raises(RuntimeError, match="inplace"):
         logprobs.sum().backward()
 

@@ -1,6 +1,5 @@
 """Step 2: KL and rewards of responses, each read where it belongs; and what a reward function is given."""
 
-import importlib
 import json
 import math
 import sys
@@ -144,7 +143,7 @@ REFUSED += [np.zeros((3, 2)), [math.nan] * 3, *([0.0, x, 2.0] for x in (math.nan
 
 @pytest.mark.parametrize("returned", [*READ, *COLUMNS, *REFUSED], ids=repr)
 def test_what_a_function_may_return(returned):
-    """One number or None for each row; all else is refused with the function's name."""
+    """One number or None for each row; all else ends the run, by a sentence with the function's name or by torch."""
     is_in = lambda cases: any(returned is x for x in cases)  # noqa: E731
     ids = torch.arange(3)[:, None]
     rows = [{"prompt": "A", "input_ids": [5]}] * 3
@@ -158,21 +157,36 @@ def test_what_a_function_may_return(returned):
         rewards = ppo.function_reward(judge, rollout, tokenizer, ppo.Args(device="cpu"))
     except SystemExit as error:
         assert not is_in(READ) and str(error).startswith("error: ") and "judge" in str(error)
+    except (TypeError, ValueError):
+        assert not is_in(READ)
     else:
         assert not is_in(REFUSED) and rewards.tolist() == NUMBERS
 
 
+def test_a_row_without_a_reward():
+    assert ppo.read_rewards([1, None, 2.0], 3, "judge").isnan().tolist() == [False, True, False]
+
+
 @mock.patch.dict(sys.modules)
-def test_files_with_one_name(tmp_path, monkeypatch):
-    """Each function finds the files beside it, and nobody else finds them in place of a library."""
+def test_what_a_file_imports(tmp_path, monkeypatch):
+    """What PYTHONPATH and the script's folder have. The files beside it count for nobody: helpers of one name are not
+    mixed, and a file may have the name of a library."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     functions = []
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "random.py").write_text("import helper\nname = 'r'\nf = lambda: helper.name")
+        (tmp_path / folder / "random.py").write_text(f"import random, rewards.verifiers\nf = lambda: ('{folder}', random)")
+        (tmp_path / folder / "datasets.py").write_text("raise RuntimeError('this is run')")
+        (tmp_path / folder / "helped.py").write_text("import helper, datasets\nf = lambda: helper.name")
         (tmp_path / folder / "helper.py").write_text(f"name = '{folder}'")
         functions.append(ppo.load_function(f"{tmp_path}/{folder}/random.py:f", "--reward-fn"))
-    assert [f() for f in functions] == ["a", "b"] and not hasattr(importlib.import_module("random"), "name")
+        with pytest.raises(ModuleNotFoundError, match="helper"):
+            ppo.load_function(f"{tmp_path}/{folder}/helped.py:f", "--reward-fn")
+    assert [function()[0] for function in functions] == ["a", "b"] and hasattr(functions[0]()[1], "shuffle")
+    (tmp_path / "of_both").mkdir()
+    (tmp_path / "of_both/helper.py").write_text("name = 'of both'")
+    monkeypatch.syspath_prepend(tmp_path / "of_both")
+    assert ppo.load_function(f"{tmp_path}/b/helped.py:f", "--reward-fn")() == "of both"
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])

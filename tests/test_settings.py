@@ -70,16 +70,19 @@ def test_what_does_not_go_together(name, settings, word, tmp_path, monkeypatch):
         main(name, *words_of(**dict(output_dir=tmp_path / "out", device="cpu") | settings))
 
 
-EARLY = [(name, dict(output_dir="FOLDER"), "output-dir") for name in NAMES]
-EARLY += [("ppo", dict(reward_fn=(f"FOLDER/r.py:{word}",)), word) for word in ("of_size", "closed")]
-EARLY = slow_but([case for case in EARLY if case[0] == "ppo"], EARLY)
-
-
-@pytest.mark.parametrize(("name", "settings", "word"), EARLY)
-def test_what_is_seen_before_models_are_loaded(name, settings, word, tmp_path, monkeypatch):
-    """A parameter that is no column, a function that does not take all columns, and a folder that has files."""
+@pytest.mark.parametrize("name", slow_but(["ppo"], NAMES))
+def test_a_folder_with_files_is_seen_before_models_are_loaded(name, tmp_path, monkeypatch):
     monkeypatch.setattr(script(name), "load_chain" if name == "ddpo" else "load_model", None)
-    test_what_does_not_go_together(name, settings, word, tmp_path, monkeypatch)
+    test_what_does_not_go_together(name, dict(output_dir="FOLDER"), "output-dir", tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("function", ["of_size", "closed"])
+def test_a_function_with_other_parameters_ends_the_run_before_an_update(function, tmp_path, monkeypatch):
+    """A parameter that is no column, and a function that does not take all columns: Python's error names both."""
+    monkeypatch.setattr(script("ppo"), "update", None)
+    (tmp_path / "r.py").write_text(REWARDS)
+    with pytest.raises(TypeError, match=rf"{function}\(\) .* argument:? '\w+'"):
+        run("ppo", tmp_path / "run", reward_fn=(f"{tmp_path}/r.py:{function}",), num_eval_prompts=4)
 
 
 # --- What follows from settings
@@ -156,11 +159,3 @@ def test_ppo_knows_trls_names_of_its_settings(monkeypatch):
     assert (args.num_ppo_epochs, args.kl_coef, args.learning_rate) == (2, 0.3, 2e-5)
     assert (args.reward_fn, args.model, args.reward_model) == (("f.py:f",), "a", "b")
     assert (args.dataset, args.dataset_config) == ("c", "d")
-
-
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_a_line_says_that_bfloat16_is_slow_on_this_processor(is_fast, tmp_path, monkeypatch, capsys):
-    """On one without AVX-512 BF16."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": is_fast})
-    script("sft").start(script("sft").Args(bf16=True, device="cpu", output_dir=str(tmp_path / "run")))
-    assert ("--bf16" in capsys.readouterr().out) != is_fast

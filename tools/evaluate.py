@@ -211,7 +211,8 @@ def stop_tokens(policy, is_chat):
     """Ids of the tokens that end an answer: for a run, those that it saved in the generation config."""
     stored = policy.generation_config.eos_token_id  # an int, a list, or None
     if stored is None or not trained_with(policy.name_or_path):
-        return ppo.find_stop_tokens(policy, is_chat)
+        ppo.set_stop_tokens(policy, is_chat, temperature=1.0)  # which only other programs read
+        return policy.stop_token_ids
     return stored if isinstance(stored, list) else [stored]
 
 
@@ -243,7 +244,7 @@ def load_reward(spec, policy, rows, settings):
         settings = replace(settings, reward_model=find(spec), reward_fn=("reward_model",))
         os.environ["REWARD_MODEL"] = settings.reward_model  # for rewards/model.py
     with reading(spec):
-        [read] = ppo.load_reward_fns(settings, rows).values()
+        [read] = ppo.load_reward_fns(settings).values()
         model = ppo.load_reward_model(settings, policy)  # None for a function, or if it has another tokenizer
     if model is None:
         return lambda r: read(r, policy.tokenizer, settings)
