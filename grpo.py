@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
-#     "matplotlib==3.11.2", "pydantic==2.14.3", "tqdm==4.70.1",
+#     "pydantic==2.14.3", "tqdm==4.70.1",
 # ]
 # ///
 """GRPO for language models: policy + answers that can be checked -> better policy.

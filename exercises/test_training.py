@@ -30,23 +30,24 @@ def test_capstone(script, student, record_property, capsys):
     if missing:
         not_yet(f"these are missing, or wrong: {', '.join(missing)}")
     own = {name: getattr(student, name) for name in needed}
+    ours = json.loads(capstone.OURS.read_text("utf-8"))[script]
     trouble = lacking = ""
     try:
         with capsys.disabled():
             print(f"\nyour {script.upper()} trains, for less than a minute", flush=True)
             curve = capstone.train(script, own)
+            picture = capstone.draw(script, curve, ours)
     except ModuleNotFoundError as error:
         lacking = error.name
     except Exception as error:
         place = place_of(error, student.__file__, str(capstone.path_of(script)))
         trouble = f"Your {script.upper()} stopped with {type(error).__name__}: {error}{place}"
     if lacking:
-        not_yet(f"it needs {lacking} (pip install -r requirements.txt)")
+        not_yet(f"it needs {lacking} (requirements.txt, requirements-more.txt)")
     if trouble:
         fail(trouble)
-    ours = json.loads(capstone.OURS.read_text("utf-8"))[script]
     reached, sentence = capstone.verdict(script, curve, ours)
-    sentence += f". The curves: {capstone.draw(script, curve, ours)}"
+    sentence += f". The curves: {picture}"
     if not reached:
         fail(f"capstone {script}: {sentence}\nThat is too little, although each function is right by itself.")
     record_property("result", f"capstone {script}: {sentence}")
