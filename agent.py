@@ -16,7 +16,7 @@ and so on, until the episode is over. For each batch of rows, G episodes from ea
   4. loss       ratio_t = pi(y_t) / pi_old(y_t), where pi_old is the policy of step 1;
                 loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps_high)) [+ beta ratio_t KL_t];
                 KL_t = q/p - 1 - log(q/p), q = pi_ref(y_t), p = pi(y_t)
-                the loss is a weighted sum over the tokens that the policy wrote; `loss_type` sets the weights
+                the loss is the mean over the tokens that the policy wrote (DAPO, TRL)
   5. update     `num_ppo_epochs` passes over the batch, each with `num_mini_batches` optimiser steps
 
 Shapes: B episodes in a batch (b in a micro-batch), P prompt tokens, T tokens of a stream, V vocabulary. Below, a group
@@ -34,8 +34,8 @@ values at the dots do not matter: they are masked.
   rewards              | 0  0   0     0   0    0     0  .75   on the token that ends a turn
                        | 0  0   0     0  .88   0     0   0
 
-Papers: GRPO 2402.03300; several turns: RAGEN 2504.20073, Search-R1 2503.09516; losses: DAPO 2503.14476, Dr. GRPO
-2503.20783, MaxRL 2602.02710; KL: DeepSeek-V3.2 2512.02556. In short: lecture/agent.py, 310 lines.
+Papers: GRPO 2402.03300; several turns: RAGEN 2504.20073, Search-R1 2503.09516; DAPO 2503.14476; KL: DeepSeek-V3.2
+2512.02556. In short: lecture/agent.py, 310 lines.
 
   python agent.py    # guess a number: offline, two minutes on a CPU, guesses 4.3 -> 3.7, in likely play 3.3
   python agent.py --env rewards/calculator.py:Calculator --dataset problems.jsonl --model Qwen/Qwen3-0.6B --bf16 \\
@@ -48,7 +48,6 @@ import math
 import os
 import re
 import runpy
-import shutil
 import signal
 import sys
 import time
@@ -71,7 +70,7 @@ import torch.nn.functional as F
 import tyro
 from filelock import FileLock
 from jinja2 import TemplateError
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
@@ -85,18 +84,13 @@ from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
-SOURCES = {}  # split -> what was read, for args.json and the model card
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Settings. A type limits the values; the comment beside a setting is its help text
-Positive = pydantic.PositiveFloat
-NonNegative = pydantic.NonNegativeFloat
 Share = Annotated[float, Field(ge=0, le=1)]
-Count = pydantic.PositiveInt
-Natural = pydantic.NonNegativeInt
 
 
 def alias(*flags):
@@ -109,38 +103,34 @@ class Args:
     # --- GRPO ---
     num_generations: Annotated[int, Field(ge=2)] = 32  # G, episodes per row; more: a better baseline
     credit: Literal["episode", "turn"] = "episode"  # one advantage per episode, or per turn (then scaled by the batch)
-    # divides advantages by: the standard deviation of the group or batch; the group's mean (MaxRL, for scores of 0 or
-    # more); 1 (none, Dr. GRPO)
-    scale_rewards: Literal["group", "batch", "mean", "none"] = "batch"
-    # weights of tokens. dapo: all equal; grpo: equal sums for all episodes; dr_grpo: a constant
-    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
-    epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high
-    epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28). With one step per batch, the ratio is 1
-    num_ppo_epochs: Annotated[Count, alias("--num-iterations")] = 1  # passes over each batch. More: further off policy
-    num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
-    beta: NonNegative = 0.0  # weight of the KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
+    scale_rewards: Literal["group", "batch", "none"] = "batch"  # whose standard deviation divides advantages
+    epsilon: PositiveFloat = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high
+    epsilon_high: PositiveFloat | None = None  # by default epsilon (DAPO: 0.28). With one step a batch, the ratio is 1
+    num_ppo_epochs: Annotated[PositiveInt, alias("--num-iterations")] = 1  # passes over each batch. Many: off policy
+    num_mini_batches: PositiveInt = 1  # optimiser steps in one pass over the batch (TRL 0.16)
+    beta: NonNegativeFloat = 0.0  # weight of the KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
     mask_truncated_completions: bool = False  # exclude episodes that a limit cut off from the loss (DAPO)
     # --- Rollout ---
     env: str = f"{TOY}/guess/make.py:Game"  # file.py:name of a class, with step(text) -> answer, reward, is_over
-    response_length: Annotated[Count, alias("--max-completion-length")] = 24  # maximum tokens per episode, answers too
-    max_turns: Count | None = None  # maximum turns of the policy in an episode
-    temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
-    local_rollout_forward_batch_size: Count | None = None  # episodes played at once; by default 4 x micro_batch_size
+    response_length: Annotated[PositiveInt, alias("--max-completion-length")] = 24  # tokens of an episode, answers too
+    max_turns: PositiveInt | None = None  # maximum turns of the policy in an episode
+    temperature: PositiveFloat = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower explores less
+    local_rollout_forward_batch_size: PositiveInt | None = None  # episodes played at once; by default 4 micro-batches
     # --- Optimisation ---
     # by default from the policy's size, and ten times as high with LoRA
-    learning_rate: Annotated[Positive | None, alias("--lr")] = None
+    learning_rate: Annotated[PositiveFloat | None, alias("--lr")] = None
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "linear"  # TRL's
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate warms up from 0
-    weight_decay: NonNegative = 0.0  # weight decay of AdamW
+    weight_decay: NonNegativeFloat = 0.0  # weight decay of AdamW
     adam_betas: tuple[Share, Share] = (0.9, 0.999)  # betas of AdamW (OpenRLHF: 0.9 0.95)
-    adam_epsilon: Positive = 1e-8  # epsilon of AdamW (torch and TRL; N+ details: 1e-5)
-    max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
+    adam_epsilon: PositiveFloat = 1e-8  # epsilon of AdamW (torch and TRL; N+ details: 1e-5)
+    max_grad_norm: PositiveFloat = 1.0  # the gradient is clipped to this norm
     # --- Batch sizes ---
-    batch_size: Count = 512  # episodes per update, on all GPUs together
-    micro_batch_size: Count | None = None  # episodes per pass; by default 2048 tokens on a CPU, 8192 on a GPU
+    batch_size: PositiveInt = 512  # episodes per update, on all GPUs together
+    micro_batch_size: PositiveInt | None = None  # episodes per pass; by default 2048 tokens on a CPU, 8192 on a GPU
     # --- Models: a folder, or a name on the hub ---
     model: Annotated[str, alias("--model-name-or-path")] = f"{TOY}/guess/sft"  # policy to start from
-    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
+    lora_r: NonNegativeInt = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # models run in bfloat16 (autocast), weights and moments stay in float32. Slow on most CPUs
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     zero_stage: Literal[2, 3] = 2  # with several processes, each holds a share of gradients and moments; 3: of weights
@@ -150,18 +140,18 @@ class Args:
     dataset_config: Annotated[str | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
     dataset_train_split: str = "train"  # split to train on
     dataset_test_split: str | None = "validation"  # split to evaluate on, if there is one
-    max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
+    max_prompt_length: PositiveInt = 512  # in tokens; longer prompts are dropped, and their number printed (N+ details)
     # --- Run ---
-    seed: Natural = 1  # seed of episodes, order of rows, mini-batches, and adapters
-    total_episodes: Count = 51_200  # number of episodes to train on
+    seed: NonNegativeInt = 1  # seed of episodes, order of rows, mini-batches, and adapters
+    total_episodes: PositiveInt = 51_200  # number of episodes to train on
     output_dir: str | None = None  # folder for all output; by default a new folder runs/SCRIPT__SEED__TIME
     resume: Annotated[str | None, alias("--resume-from-checkpoint")] = None  # folder of a run to continue
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
-    eval_steps: Count = 10  # updates between evaluations; there is one before the first update and after the last
-    num_eval_prompts: Natural = 16  # held-out rows of an evaluation, with G episodes from each; 0 for none
-    save_steps: Count = 10  # updates between checkpoints, which hold the full state of the run
-    save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
-    num_sample_generations: Natural = 10  # how often to print four episodes, besides after update 1 (TRL)
+    eval_steps: PositiveInt = 10  # updates between evaluations; there is one before the first update and after the last
+    num_eval_prompts: NonNegativeInt = 16  # held-out rows of an evaluation, with G episodes from each; 0 for none
+    save_steps: PositiveInt = 10  # updates between checkpoints, which hold the full state of the run
+    save_total_limit: PositiveInt = 1  # checkpoints to keep
+    num_sample_generations: NonNegativeInt = 10  # how often to print four episodes, besides after update 1 (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
 
 
@@ -176,9 +166,8 @@ def train(args):
     eval_prompts = load_prompts(args, tokenizer, args.dataset_test_split)[: args.num_eval_prompts]
     eval_prompts = eval_prompts[len(eval_prompts) % WORLD_SIZE :]  # all processes have equal shares
     run_file.cache_clear()  # of an earlier run in this process
-    environment = load_function(args.env, "--env")
     policy, reference = load_models(args)
-    policy.environment = environment
+    policy.environment = load_function(args.env, "--env")
     set_stop_tokens(policy, isinstance(prompts[0]["prompt"], list), args.temperature)
     for model in (policy, reference):
         if isinstance(model, nn.Module):
@@ -211,7 +200,6 @@ def train(args):
         rollout.scores = rollout.rewards.sum(1)
 
         # 3. Advantage
-        require(args.scale_rewards != "mean" or rollout.scores.min() >= 0, "--scale-rewards mean needs scores >= 0")
         rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # (B, 1)
         if args.credit == "turn":
             rollout.advantages = turn_advantages(rollout.rewards, rollout.turn, rollout.written, G)  # (B, T)
@@ -321,12 +309,12 @@ def sample_categorical(logits, uniforms):
 
 @torch.no_grad()
 def play(policy, examples, prompts, prompt_mask, uniforms, args):
-    """Streams (B, T) after prompts (B, P), one for each example, from uniforms (B, T).
+    """Streams (B, T) after prompts (B, P), one for each example, from uniforms (B, T). Also returns logprobs, mask,
+    written, turn and rewards, all (B, T), and ended (B,).
 
-    Also returns logprobs, mask, written, turn and rewards, all (B, T), and ended (B,). In each step, the next token of
-    a row comes from the environment's answer, if some of it is left, and else from the policy. Tokens after the end of
-    an episode do not count. Sampled tokens are never encoded again: only the answer is encoded. A turn that the end of
-    the stream cuts off goes to the game as it is, and the episode keeps its rewards. Two games of the number 6:
+    In each step, the next token of a row comes from the environment's answer, if some of it is left, and else from the
+    policy. Only the answer is encoded, never a sampled token. A turn that the end of the stream cuts off goes to the
+    game as it is. Two games of the number 6:
         stream   8  E  lower  4  E ...   At t = 1, E ends a turn: answers [["lower"], []], over [0, 1], starts [3, 2].
                  6  E  .      .  .       So at t = 2, row 0 reads: writes [0, 0]; and at t = 3 it writes: [1, 0].
     """
@@ -374,10 +362,8 @@ def play(policy, examples, prompts, prompt_mask, uniforms, args):
 
 def encode_answer(answer, game, example, policy):
     """Token ids of an environment's answer. In a conversation, with the chat template's text around it; its role is the
-    environment's `role`, by default "user".
-
-    To find this text, the template renders a placeholder for the policy's turn, with and without the answer. It has a
-    thought, so that a template that deletes earlier thoughts is refused: the policy has read them.
+    environment's `role`, by default "user". To find this text, the template renders a turn of the policy, with and
+    without the answer. It has a thought: a template that deletes thoughts, which the policy has read, is refused.
     """
     tokenizer = policy.tokenizer
     if isinstance(example["prompt"], list):
@@ -480,21 +466,11 @@ def reread_logprobs(policy, rollout, args):
     return {f"{name}/mean": differences.mean().item(), f"{name}/max": differences.max().item()}
 
 
-def is_equal(scores, k):
-    """(B/k,) true where all k scores of a group are equal: then no response is better than another."""
-    groups = scores.view(-1, k)
-    return (groups == groups[:, :1]).all(1)
-
-
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
 def group_advantages(scores, G, scale):
-    """(B,) each score minus the group's mean, divided by a standard deviation (TRL) or by that mean (MaxRL).
-
-    A group is G neighbouring rows. With G = 4, scores [1, 0, 0, 0] give
-        none   [.75, -.25, -.25, -.25]
-        group  [1.5, -.5, -.5, -.5]: divided by .5. Rare successes and rare failures weigh more (see Dr. GRPO)
-        mean   [3, -1, -1, -1]: only rare successes weigh more, as in the gradient of log P(right answer)
-    """
+    """(B,) each score minus the mean of its group, G neighbouring rows, divided by the standard deviation of the group
+    or of the batch. With G = 4 and scale none, scores [1, 0, 0, 0] give [.75, -.25, -.25, -.25]. Divided by the group's
+    deviation, .5: [1.5, -.5, -.5, -.5]. Rare successes and rare failures weigh more."""
     groups = scores.view(-1, G)
     groups = groups - groups[:, :1]  # so that equal scores give exactly 0, in spite of rounding
     advantages = groups - groups.mean(1, keepdim=True)  # (B/G, G)
@@ -502,17 +478,12 @@ def group_advantages(scores, G, scale):
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)  # 1e-4: never 0 (TRL)
     if scale == "batch":
         advantages = advantages / (scores.std() + 1e-4)
-    if scale == "mean":
-        advantages = advantages / (scores.view(-1, G).mean(1, keepdim=True) + 1e-4)
     return advantages.flatten()
 
 
 def turn_advantages(rewards, turn, written, G):
-    """(B, T) reward from each turn on, minus the mean of the group, divided by the scores' std.
-
-    A turn is not credited with the rewards before it, and is compared only with the episodes of its group that reach
-    this turn.
-    """
+    """(B, T) reward from each turn on, minus the mean of the episodes of its group that reach this turn, divided by the
+    scores' std. A turn is not credited with the rewards before it."""
     K = turn.max().item() + 1
     by_turn = rewards.new_zeros(len(turn), K).scatter_add(1, turn, rewards)  # (B, K)
     from_turn_on = by_turn.flip(1).cumsum(1).flip(1)  # (B, K)
@@ -537,20 +508,6 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, lower, upper):
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
 
 
-def token_weights(mask, num_rows, num_tokens, loss_type, max_length):
-    """(b, T) weights of the tokens' losses. The loss of a mini-batch is the weighted sum.
-
-    grpo: all episodes have the same weight, so a token of a long one has a lower one. In the others, all tokens have
-    the same weight: a constant (dr_grpo), or 1 / tokens of an average mini-batch (dapo).
-    """
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
-    if loss_type == "grpo":
-        return mask / (num_rows * lengths)
-    if loss_type == "dr_grpo":
-        return mask / (num_rows * max_length)
-    return mask / num_tokens
-
-
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 class Meter(Counter):
     """Means of metrics over the real tokens of all micro-batches that were added, in all processes."""
@@ -570,13 +527,11 @@ class Meter(Counter):
 def update(policy, optimizer, rollout, args):
     """Steps 4 and 5: passes over the batch, with one optimiser step for each mini-batch. Returns the metrics.
 
-    The gradient of a mini-batch is a weighted sum over its tokens, however it is split into micro-batches and among
-    processes: gradients are averaged over processes, so the weights use the numbers of rows and tokens per process.
+    The gradient of a mini-batch is a sum over its tokens, divided by the tokens of an average mini-batch, however it is
+    split into micro-batches and among processes: gradients are averaged over processes, so each divides by its share.
     """
     bounds = 1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon)
-    num_parts = args.num_mini_batches * WORLD_SIZE
-    num_rows = args.batch_size / num_parts
-    num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average
+    num_tokens = rollout.loss_mask.sum().clamp(min=1) / (args.num_mini_batches * WORLD_SIZE)  # on average
     logs = []  # the metrics of each mini-batch
     for _ in range(args.num_ppo_epochs):
         order = torch.randperm(args.batch_size).to(args.device)
@@ -593,8 +548,7 @@ def update(policy, optimizer, rollout, args):
                     log_ratio = r.ref_logprobs.where(mask, logprobs) - logprobs  # (b, T) 0 outside the loss
                     kl = torch.expm1(log_ratio) - log_ratio  # k3: unbiased, and never negative (Schulman 2020)
                     kl = kl * ratio  # so that its gradient is an unbiased estimate of the KL's (DeepSeek-V3.2)
-                weights = token_weights(mask, num_rows, num_tokens, args.loss_type, args.response_length)  # (b, T)
-                loss = masked_sum((losses + args.beta * kl) * weights, mask)
+                loss = masked_sum((losses + args.beta * kl) / num_tokens, mask)
                 loss.backward()
                 metrics = {
                     "kl": kl,
@@ -621,11 +575,12 @@ def update(policy, optimizer, rollout, args):
 def rollout_stats(rollout, args):
     """The metrics of a batch before the update, under TRL's names."""
     scores, written = rollout.scores, rollout.written
+    groups = scores.view(-1, args.num_generations)  # (B/G, G)
     stats = {
         "reward": scores.mean(),
         "reward_std": scores.std(),
         "objective/scores": scores.mean(),
-        "frac_reward_zero_std": is_equal(scores, args.num_generations).float().mean(),
+        "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean(),
         "turns": (rollout.turn * written).amax(1).add(1).float().mean(),
         "ended": rollout.ended.float().mean(),
         "completions/mean_length": written.sum(1).float().mean(),
@@ -682,9 +637,9 @@ def load_models(args):
 
 def choose_sizes(args, policy, prompts, eval_prompts):
     """Returns the settings with learning rate and batch sizes filled in, and prints them."""
-    G = args.num_generations
     longest = max(len(row["input_ids"]) for row in prompts + eval_prompts) + args.response_length
-    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", longest)
+    config = policy.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", longest)
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
     size = policy.num_parameters()
     # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
@@ -692,18 +647,16 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     if args.lora_r:
         rate *= 10
     rate = args.learning_rate or float(f"{rate:.2g}")
-    tokens = min(8192, 2**29 // policy.config.get_text_config().vocab_size)  # of a pass on a GPU: at most 2**29 logits
-    tokens = 2048 if args.device == "cpu" else tokens
+    tokens = 2048 if args.device == "cpu" else min(8192, 2**29 // config.vocab_size)  # of a pass: at most 2**29 logits
     rows = args.micro_batch_size or max(1, tokens // longest)
-    parts = math.lcm(args.num_mini_batches * WORLD_SIZE, G)
-    num_updates = args.total_episodes // args.batch_size
+    parts = math.lcm(args.num_mini_batches * WORLD_SIZE, args.num_generations)
     is_whole = args.batch_size % parts == 0
-    require(is_whole, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches and groups of {G}")
+    require(is_whole, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches and groups")
+    num_updates = args.total_episodes // args.batch_size
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     sampled = args.local_rollout_forward_batch_size or 4 * rows
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    shown = min(sampled, args.batch_size), min(rows, args.batch_size)
-    print(f"{num_updates} updates of {args.batch_size} episodes: %d sampled, %d trained on at once" % shown)
+    print(f"{num_updates} updates of {args.batch_size} episodes, at most {sampled} played, {rows} trained on at once")
     sizes = {"learning_rate": rate, "micro_batch_size": rows, "local_rollout_forward_batch_size": sampled}
     return replace(args, **sizes)
 
@@ -764,20 +717,10 @@ def parse(rows, function, where):
     return parsed
 
 
-def check_name(name, flag):
-    """Refuses a missing folder, which the library would look for on the hub: a path, or below a folder that exists."""
-    is_path = name.startswith((".", "/", "~")) or Path(Path(name).parts[0]).is_dir()
-    require(Path(name).exists() or not is_path, f"{flag} {name}: there is no such file or folder")
-
-
 def read_rows(args, split):
     """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub; [] if there is no validation. All rows have the same columns: None where the file has no value. train[:9] is
-    the first nine rows."""
-    name = args.dataset
-    check_name(name, "--dataset")
-    path = Path(name)
-    part, _, end = str(split).partition("[:")
+    hub; [] if there is no validation. All rows have the same columns: None where the file has no value."""
+    path = Path(args.dataset)
     if path.is_file():
         splits = {"train": path}
     elif path.is_dir():
@@ -785,25 +728,24 @@ def read_rows(args, split):
     else:
         import datasets
 
-        splits = dict.fromkeys(datasets.get_dataset_split_names(name, args.dataset_config), path)
-    if part not in splits and split in (None, "validation"):
+        require(not Path(args.dataset.split("/")[0]).is_dir(), f"--dataset {path}: there is no such file or folder")
+        splits = dict.fromkeys(datasets.get_dataset_split_names(args.dataset, args.dataset_config), path)
+    if split not in splits and split in (None, "validation"):
         return []
-    require(part in splits, f"{name} has no {part}.jsonl or {part}.parquet, only the splits {list(splits)}")
-    file = splits[part]
+    require(split in splits, f"{path} has no {split}.jsonl or {split}.parquet, only the splits {list(splits)}")
+    file = splits[split]
     if file.suffix == ".jsonl":
         rows = parse(file.read_bytes().splitlines(), lambda line: {**json.loads(line)}, file)
     elif file.suffix == ".parquet":
         rows = pyarrow.parquet.read_table(file).to_pylist()
     else:
         require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
-        rows = datasets.load_dataset(name, args.dataset_config, split=part).to_list()
+        rows = datasets.load_dataset(args.dataset, args.dataset_config, split=split).to_list()
     if file.suffix != ".jsonl":  # a schema puts nulls, at any depth, where a row has no such key
         text = json.dumps(rows, default=str)  # dates as texts
         rows = json.loads(text, object_hook=lambda x: {key: value for key, value in x.items() if value is not None})
-    rows = rows[: int(end[:-1])] if end else rows
     require(rows, f"{file} has no rows")
-    SOURCES[split] = f"{len(rows)} rows of {file}"
-    print(f"{split}: {SOURCES[split]}")
+    print(f"{split}: {len(rows)} rows of {file}")
     columns = dict.fromkeys(column for row in rows for column in row)
     return [{column: row.get(column) for column in columns} for row in rows]
 
@@ -891,7 +833,8 @@ def make_seed(*numbers):
 # --- Models -----------------------------------------------------------------------------------------------------------
 def load_tokenizer(name):
     """Loads a tokenizer from a folder or the hub."""
-    check_name(name, "--model")
+    is_path = Path(name.split("/")[0]).is_dir()  # the library would look for a wrong path on the hub
+    require(Path(name).exists() or not is_path, f"--model {name}: there is no such folder")
     tokenizer = AutoTokenizer.from_pretrained(name)
     require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has no EOS token, which ends a text")
     return tokenizer
@@ -1082,7 +1025,7 @@ class Run:
         self.wandb = None
         if RANK:
             return
-        (self.output / "args.json").write_text(json.dumps(asdict(args) | {"data": SOURCES}, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
         if args.track:
             import wandb
 
@@ -1146,23 +1089,21 @@ class Run:
         weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
-        saved = {"step": self.step, "state": self.state}
+        saved = {"step": self.step, "state": self.state, "weights": weights, "moments": optimizer["state"]}
         saved["num_bytes"] = (self.output / "metrics.jsonl").stat().st_size
-        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]
-        saved |= {"weights": {name: weights[name] for name in trained}, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=folder) as unfinished:  # is removed if the disk is full
             file = Path(unfinished, f"step-{self.step:08d}.pt")
             torch.save(saved, file)
             file.rename(folder / file.name)
-        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
+        for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
             old.unlink()
 
     def restore(self):
         """Continues from the newest checkpoint, with the settings of this run."""
         found = sorted(self.output.glob("checkpoints/step-*.pt"))
-        require(found, f"{self.output} has no checkpoint, or is finished (see --save-steps and --save-total-limit)")
+        require(found, f"{self.output} has no checkpoint")
         print(f"reading {found[-1]} (if it is damaged, remove it)")
         saved = torch.load(found[-1], map_location="cpu", weights_only=True)
         options = StateDictOptions(full_state_dict=True, strict=False)  # it has the trained weights alone
@@ -1177,7 +1118,7 @@ class Run:
             os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
 
     def finish(self):
-        """Saves the model, and removes the checkpoints of a finished run."""
+        """Saves the model."""
         self.bar.close()
         save_model(self.models["model"], self.output)
         if RANK:
@@ -1185,8 +1126,6 @@ class Run:
         print(f"saved in {self.output}: the model, and metrics.jsonl (tools/xray.py shows curves and samples)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
-        elif not self.args.save_total_limit:
-            shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
         self.lock.release()
 
 

@@ -47,7 +47,6 @@ import json
 import math
 import os
 import runpy
-import shutil
 import signal
 import sys
 import time
@@ -68,7 +67,7 @@ import torch.distributed as dist
 import tyro
 from filelock import FileLock
 from jinja2 import TemplateError
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -79,18 +78,13 @@ from transformers import AutoTokenizer, get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
-SOURCES = {}  # split -> what was read, for args.json and the model card
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Settings. A type limits the values; the comment beside a setting is its help text
-Positive = pydantic.PositiveFloat
-NonNegative = pydantic.NonNegativeFloat
 Share = Annotated[float, Field(ge=0, le=1)]
-Count = pydantic.PositiveInt
-Natural = pydantic.NonNegativeInt
 
 
 def alias(*flags):
@@ -101,46 +95,45 @@ def alias(*flags):
 @pydantic.dataclasses.dataclass(config={"allow_inf_nan": False})  # checks the values
 class Args:
     # --- Sampling. The batch of an epoch: sample_batch_size * sample_num_batches_per_epoch * processes images ---
-    sample_num_steps: Count = 10  # denoising steps N (TRL: 50)
+    sample_num_steps: PositiveInt = 10  # denoising steps N (TRL: 50)
     sample_eta: Annotated[float, Field(gt=0, le=1)] = 1.0  # scale of sigma; 1 is DDPM (TRL: 1); 0 would not explore
-    sample_guidance_scale: NonNegative = 1.0  # classifier-free guidance in sampling and training; 1: none (TRL: 5)
-    sample_batch_size: Count = 64  # images sampled at once, on each process (TRL: 1)
-    sample_num_batches_per_epoch: Count = 4  # number of these batches in an epoch (TRL: 2)
+    sample_guidance_scale: NonNegativeFloat = 1.0  # classifier-free guidance in sampling and training; 1: none (TRL: 5)
+    sample_batch_size: PositiveInt = 64  # images sampled at once, on each process (TRL: 1)
+    sample_num_batches_per_epoch: PositiveInt = 4  # number of these batches in an epoch (TRL: 2)
     negative_prompts: str = ""  # the negative prompt of the guidance (TRL)
     # --- DDPO. An optimiser step: train_batch_size * train_gradient_accumulation_steps * processes images ---
-    train_batch_size: Count = 64  # images in a forward and backward pass, on each process (TRL: 1)
-    train_gradient_accumulation_steps: Count = 2  # passes per optimiser step (TRL: 1)
-    train_num_inner_epochs: Count = 1  # passes over the images of an epoch (TRL: 1)
-    train_clip_range: Positive = 1e-4  # eps: the ratio is clipped to 1 +- this (TRL)
-    train_adv_clip_max: Positive = 5.0  # advantages are clipped to +- this (TRL)
+    train_batch_size: PositiveInt = 64  # images in a forward and backward pass, on each process (TRL: 1)
+    train_gradient_accumulation_steps: PositiveInt = 2  # passes per optimiser step (TRL: 1)
+    train_num_inner_epochs: PositiveInt = 1  # passes over the images of an epoch (TRL: 1)
+    train_clip_range: PositiveFloat = 1e-4  # eps: the ratio is clipped to 1 +- this (TRL)
+    train_adv_clip_max: PositiveFloat = 5.0  # advantages are clipped to +- this (TRL)
     train_timestep_fraction: Share = 1.0  # fraction of each image's steps to train on, chosen at random (TRL)
-    kl_coef: NonNegative = 0.0  # weight of the KL to the initial model in the loss (DPOK; 0 in DDPO: no KL)
+    kl_coef: NonNegativeFloat = 0.0  # weight of the KL to the initial model in the loss (DPOK; 0 in DDPO: no KL)
     # --- Optimisation ---
-    train_learning_rate: Positive = 3e-4  # learning rate of AdamW, constant (TRL)
+    train_learning_rate: PositiveFloat = 3e-4  # learning rate of AdamW, constant (TRL)
     train_adam_beta1: Share = 0.9  # beta1 of AdamW (TRL)
     train_adam_beta2: Share = 0.999  # beta2 of AdamW (TRL)
-    train_adam_epsilon: Positive = 1e-8  # epsilon of AdamW (TRL)
-    train_adam_weight_decay: NonNegative = 1e-4  # weight decay of AdamW (TRL)
-    train_max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm (TRL)
+    train_adam_epsilon: PositiveFloat = 1e-8  # epsilon of AdamW (TRL)
+    train_adam_weight_decay: NonNegativeFloat = 1e-4  # weight decay of AdamW (TRL)
+    train_max_grad_norm: PositiveFloat = 1.0  # the gradient is clipped to this norm (TRL)
     # --- Model: a folder, or a name on the hub ---
     model: str = f"{TOY}/shapes/sd"  # a Stable Diffusion pipeline
     reward_fn: tuple[str, ...] = (f"{TOY}/shapes/make.py:left_ink",)  # file.py:name of f(images, prompts, metadata)
     reward_weights: tuple[float, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
-    lora_r: Natural = 0  # rank of LoRA adapters on the UNet's attention (Hu et al. 2021), 0 for none (TRL: 4)
+    lora_r: NonNegativeInt = 0  # rank of LoRA adapters on the UNet's attention (Hu et al. 2021), 0 for none (TRL: 4)
     bf16: bool = False  # models run in bfloat16 (autocast), weights and moments stay in float32. Slow on most CPUs
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text; the whole row is the metadata of its image ---
     dataset: str = f"{TOY}/shapes/data"  # folder of train.jsonl, one such file, or a name on the hub
     # --- Run ---
-    seed: Natural = 1  # seed of the noise, the order of prompts, mini-batches and steps, and adapters
-    num_epochs: Count = 25  # epochs: one batch of images each (TRL: 100)
+    seed: NonNegativeInt = 1  # seed of the noise, the order of prompts, mini-batches and steps, and adapters
+    num_epochs: PositiveInt = 25  # epochs: one batch of images each (TRL: 100)
     output_dir: str | None = None  # folder for all output; by default a new folder runs/SCRIPT__SEED__TIME
     resume: Annotated[str | None, alias("--resume-from")] = None  # folder of a run to continue
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
-    image_steps: Count = 5  # epochs between pictures in images/, which show the initial model above the policy
-    save_steps: Annotated[Count, alias("--save-freq")] = 10  # epochs between checkpoints of the full state of the run
-    # checkpoints to keep, also after the run; by default one, and none after it
-    save_total_limit: Annotated[Count | None, alias("--num-checkpoint-limit")] = None
+    image_steps: PositiveInt = 5  # epochs between pictures in images/, which show the initial model above the policy
+    save_steps: Annotated[PositiveInt, alias("--save-freq")] = 10  # epochs between checkpoints with the full state
+    save_total_limit: Annotated[PositiveInt, alias("--num-checkpoint-limit")] = 1  # checkpoints to keep
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
 
 
@@ -544,8 +537,6 @@ def load_image_rewards(args):
 
 def load_rows(args):
     """The rows of the dataset, each with its prompt. Prints the first prompt as the text encoder reads it."""
-    check_name(args.model, "--model")
-    check_name(args.dataset, "--dataset")
     path = Path(args.dataset)
     if path.exists():
         file = path / "train.jsonl" if path.is_dir() else path
@@ -558,10 +549,9 @@ def load_rows(args):
     require(rows, f"--dataset {path} has no prompts")
     for number, row in enumerate(rows, 1):
         require(isinstance(row.get("prompt"), str), f"row {number} of {path}: 'prompt' is not a text")
-    SOURCES["train"] = f"{len(rows)} rows of {path}"
     tokenizer = AutoTokenizer.from_pretrained(args.model, subfolder="tokenizer")
     ids = tokenizer(rows[0]["prompt"], truncation=True)["input_ids"]
-    print(f"train: {SOURCES['train']}; the first one, as the text encoder reads it: {tokenizer.decode(ids)!r}")
+    print(f"train: {len(rows)} rows of {path}; the first one, as the text encoder reads it: {tokenizer.decode(ids)!r}")
     return rows
 
 
@@ -604,12 +594,6 @@ def parse(rows, function, where):
             reason = str(error).removeprefix("error: ")
             sys.exit(f"error: row {number} of {where}: {reason} (recipes/data.py converts other forms)")
     return parsed
-
-
-def check_name(name, flag):
-    """Refuses a missing folder, which the library would look for on the hub: a path, or below a folder that exists."""
-    is_path = name.startswith((".", "/", "~")) or Path(Path(name).parts[0]).is_dir()
-    require(Path(name).exists() or not is_path, f"{flag} {name}: there is no such file or folder")
 
 
 def shuffled(n, seed, number):
@@ -718,7 +702,7 @@ class Run:
         self.wandb = None
         if RANK:
             return
-        (self.output / "args.json").write_text(json.dumps(asdict(args) | {"data": SOURCES}, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
         if args.track:
             import wandb
 
@@ -790,13 +774,13 @@ class Run:
             file = Path(unfinished, f"step-{self.step:08d}.pt")
             torch.save(saved, file)
             file.rename(folder / file.name)
-        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
+        for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
             old.unlink()
 
     def restore(self):
         """Continues from the newest checkpoint, with the settings of this run."""
         found = sorted(self.output.glob("checkpoints/step-*.pt"))
-        require(found, f"{self.output} has no checkpoint, or is finished (see --save-steps and --save-total-limit)")
+        require(found, f"{self.output} has no checkpoint")
         print(f"reading {found[-1]} (if it is damaged, remove it)")
         saved = torch.load(found[-1], map_location="cpu", weights_only=True)
         options = StateDictOptions(full_state_dict=True, strict=False)  # it has the trained weights alone
@@ -811,7 +795,7 @@ class Run:
             os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
 
     def finish(self):
-        """Saves the model, and removes the checkpoints of a finished run."""
+        """Saves the model."""
         self.bar.close()
         save_model(self.models["model"], self.output)
         if RANK:
@@ -819,8 +803,6 @@ class Run:
         print(f"saved in {self.output}: the model, and metrics.jsonl (tools/xray.py shows curves and samples)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
-        elif not self.args.save_total_limit:
-            shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
         self.lock.release()
 
 

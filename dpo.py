@@ -39,7 +39,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -62,7 +61,7 @@ import torch.nn.functional as F
 import tyro
 from filelock import FileLock
 from jinja2 import TemplateError
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
@@ -76,18 +75,13 @@ from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
-SOURCES = {}  # split -> what was read, for args.json and the model card
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Settings. A type limits the values; the comment beside a setting is its help text
-Positive = pydantic.PositiveFloat
-NonNegative = pydantic.NonNegativeFloat
 Share = Annotated[float, Field(ge=0, le=1)]
-Count = pydantic.PositiveInt
-Natural = pydantic.NonNegativeInt
 
 
 def alias(*flags):
@@ -98,23 +92,23 @@ def alias(*flags):
 @pydantic.dataclasses.dataclass(config={"allow_inf_nan": False})  # checks the values
 class Args:
     # --- DPO ---
-    beta: Positive = 0.1  # weight of the KL in DPO's objective (DPO: 0.1 to 0.5). Lower: the policy moves further
+    beta: PositiveFloat = 0.1  # weight of the KL in DPO's objective (DPO: 0.1 to 0.5). Lower: the policy moves further
     # tokens of prompt and completion. A longer pair loses the start of its prompt, then the ends of its completions
-    max_length: Count = 512
-    max_prompt_length: Count = 128  # tokens of the prompt that stay if a pair is longer than max_length (TRL 0.7)
+    max_length: PositiveInt = 512
+    max_prompt_length: PositiveInt = 128  # tokens of the prompt that stay if a pair is longer than max_length (TRL 0.7)
     # --- Optimisation ---
     # by default from the model's size, and ten times as high with LoRA
-    learning_rate: Annotated[Positive | None, alias("--lr")] = None
+    learning_rate: Annotated[PositiveFloat | None, alias("--lr")] = None
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "linear"  # TRL's
     warmup_ratio: Share = 0.1  # share of the run in which the learning rate warms up from 0
-    weight_decay: NonNegative = 0.0  # weight decay of AdamW
-    max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
+    weight_decay: NonNegativeFloat = 0.0  # weight decay of AdamW
+    max_grad_norm: PositiveFloat = 1.0  # the gradient is clipped to this norm
     # --- Batch sizes ---
-    batch_size: Count | None = None  # pairs per step, on all GPUs; by default 64, or less to have a hundred steps
-    micro_batch_size: Count | None = None  # pairs per pass; by default 16 on a CPU, 8192 tokens on a GPU
+    batch_size: PositiveInt | None = None  # pairs per step, on all GPUs; by default 64, or less to have a hundred steps
+    micro_batch_size: PositiveInt | None = None  # pairs per pass; by default 16 on a CPU, 8192 tokens on a GPU
     # --- Model: a folder, or a name on the hub ---
     model: Annotated[str, alias("--model-name-or-path", "--sft-model-path")] = f"{TOY}/sft"  # first policy
-    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
+    lora_r: NonNegativeInt = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # models run in bfloat16 (autocast), weights and moments stay in float32. Slow on most CPUs
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     zero_stage: Literal[2, 3] = 2  # with several processes, each holds a share of gradients and moments; 3: of weights
@@ -124,14 +118,14 @@ class Args:
     dataset_train_split: str = "train"  # split to train on
     dataset_test_split: str | None = "validation"  # split to evaluate on, if there is one
     # --- Run ---
-    seed: Natural = 1  # seed of the order of pairs, and of adapters
-    num_train_epochs: Positive = 1.0  # passes over the pairs
+    seed: NonNegativeInt = 1  # seed of the order of pairs, and of adapters
+    num_train_epochs: PositiveFloat = 1.0  # passes over the pairs
     output_dir: str | None = None  # folder for all output; by default a new folder runs/SCRIPT__SEED__TIME
     resume: Annotated[str | None, alias("--resume-from-checkpoint")] = None  # folder of a run to continue
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
-    save_steps: Count = 100  # steps between checkpoints, which hold the full state of the run
-    save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
-    eval_steps: Count = 100  # steps between evaluations; the last step is always followed by one
+    save_steps: PositiveInt = 100  # steps between checkpoints, which hold the full state of the run
+    save_total_limit: PositiveInt = 1  # checkpoints to keep
+    eval_steps: PositiveInt = 100  # steps between evaluations; the last step is always followed by one
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
 
 
@@ -455,20 +449,10 @@ def parse(rows, function, where):
     return parsed
 
 
-def check_name(name, flag):
-    """Refuses a missing folder, which the library would look for on the hub: a path, or below a folder that exists."""
-    is_path = name.startswith((".", "/", "~")) or Path(Path(name).parts[0]).is_dir()
-    require(Path(name).exists() or not is_path, f"{flag} {name}: there is no such file or folder")
-
-
 def read_rows(args, split):
     """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub; [] if there is no validation. All rows have the same columns: None where the file has no value. train[:9] is
-    the first nine rows."""
-    name = args.dataset
-    check_name(name, "--dataset")
-    path = Path(name)
-    part, _, end = str(split).partition("[:")
+    hub; [] if there is no validation. All rows have the same columns: None where the file has no value."""
+    path = Path(args.dataset)
     if path.is_file():
         splits = {"train": path}
     elif path.is_dir():
@@ -476,25 +460,24 @@ def read_rows(args, split):
     else:
         import datasets
 
-        splits = dict.fromkeys(datasets.get_dataset_split_names(name, args.dataset_config), path)
-    if part not in splits and split in (None, "validation"):
+        require(not Path(args.dataset.split("/")[0]).is_dir(), f"--dataset {path}: there is no such file or folder")
+        splits = dict.fromkeys(datasets.get_dataset_split_names(args.dataset, args.dataset_config), path)
+    if split not in splits and split in (None, "validation"):
         return []
-    require(part in splits, f"{name} has no {part}.jsonl or {part}.parquet, only the splits {list(splits)}")
-    file = splits[part]
+    require(split in splits, f"{path} has no {split}.jsonl or {split}.parquet, only the splits {list(splits)}")
+    file = splits[split]
     if file.suffix == ".jsonl":
         rows = parse(file.read_bytes().splitlines(), lambda line: {**json.loads(line)}, file)
     elif file.suffix == ".parquet":
         rows = pyarrow.parquet.read_table(file).to_pylist()
     else:
         require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
-        rows = datasets.load_dataset(name, args.dataset_config, split=part).to_list()
+        rows = datasets.load_dataset(args.dataset, args.dataset_config, split=split).to_list()
     if file.suffix != ".jsonl":  # a schema puts nulls, at any depth, where a row has no such key
         text = json.dumps(rows, default=str)  # dates as texts
         rows = json.loads(text, object_hook=lambda x: {key: value for key, value in x.items() if value is not None})
-    rows = rows[: int(end[:-1])] if end else rows
     require(rows, f"{file} has no rows")
-    SOURCES[split] = f"{len(rows)} rows of {file}"
-    print(f"{split}: {SOURCES[split]}")
+    print(f"{split}: {len(rows)} rows of {file}")
     columns = dict.fromkeys(column for row in rows for column in row)
     return [{column: row.get(column) for column in columns} for row in rows]
 
@@ -590,7 +573,8 @@ def make_seed(*numbers):
 # --- Models -----------------------------------------------------------------------------------------------------------
 def load_tokenizer(name):
     """Loads a tokenizer from a folder or the hub."""
-    check_name(name, "--model")
+    is_path = Path(name.split("/")[0]).is_dir()  # the library would look for a wrong path on the hub
+    require(Path(name).exists() or not is_path, f"--model {name}: there is no such folder")
     tokenizer = AutoTokenizer.from_pretrained(name)
     require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has no EOS token, which ends a text")
     return tokenizer
@@ -765,7 +749,7 @@ class Run:
         self.wandb = None
         if RANK:
             return
-        (self.output / "args.json").write_text(json.dumps(asdict(args) | {"data": SOURCES}, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
         if args.track:
             import wandb
 
@@ -837,13 +821,13 @@ class Run:
             file = Path(unfinished, f"step-{self.step:08d}.pt")
             torch.save(saved, file)
             file.rename(folder / file.name)
-        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
+        for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
             old.unlink()
 
     def restore(self):
         """Continues from the newest checkpoint, with the settings of this run."""
         found = sorted(self.output.glob("checkpoints/step-*.pt"))
-        require(found, f"{self.output} has no checkpoint, or is finished (see --save-steps and --save-total-limit)")
+        require(found, f"{self.output} has no checkpoint")
         print(f"reading {found[-1]} (if it is damaged, remove it)")
         saved = torch.load(found[-1], map_location="cpu", weights_only=True)
         options = StateDictOptions(full_state_dict=True, strict=False)  # it has the trained weights alone
@@ -858,7 +842,7 @@ class Run:
             os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
 
     def finish(self):
-        """Saves the model, and removes the checkpoints of a finished run."""
+        """Saves the model."""
         self.bar.close()
         save_model(self.models["model"], self.output)
         if RANK:
@@ -866,8 +850,6 @@ class Run:
         print(f"saved in {self.output}: the model, and metrics.jsonl (tools/xray.py shows curves and samples)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
-        elif not self.args.save_total_limit:
-            shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
         self.lock.release()
 
 

@@ -46,7 +46,6 @@ import math
 import os
 import re
 import runpy
-import shutil
 import signal
 import sys
 import time
@@ -69,7 +68,7 @@ import torch.nn.functional as F
 import tyro
 from filelock import FileLock
 from jinja2 import TemplateError
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
@@ -85,18 +84,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
 VERIFIER = f"{TOY.parent}/rewards/verifiers.py:right_number"
-SOURCES = {}  # split -> what was read, for args.json and the model card
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Settings. A type limits the values; the comment beside a setting is its help text
-Positive = pydantic.PositiveFloat
-NonNegative = pydantic.NonNegativeFloat
 Share = Annotated[float, Field(ge=0, le=1)]
-Count = pydantic.PositiveInt
-Natural = pydantic.NonNegativeInt
 
 
 def alias(*flags):
@@ -111,34 +105,34 @@ class Args:
     loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"  # see token_weights, surrogate_loss
     importance_sampling_level: Literal["token", "sequence"] = "token"  # of the ratio. GSPO: sequence, loss_type grpo
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"  # what divides advantages: see group_advantages
-    epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
-    epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); cispo: upper bound, default 5
-    num_ppo_epochs: Annotated[Count, alias("--num-iterations")] = 1  # passes over each batch. Many: off policy
-    num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
-    beta: NonNegative = 0.0  # weight of the KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
+    epsilon: PositiveFloat = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
+    epsilon_high: PositiveFloat | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); cispo's bound: 5
+    num_ppo_epochs: Annotated[PositiveInt, alias("--num-iterations")] = 1  # passes over each batch. Many: off policy
+    num_mini_batches: PositiveInt = 1  # optimiser steps in one pass over the batch (TRL 0.16)
+    beta: NonNegativeFloat = 0.0  # weight of the KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
     mask_truncated_completions: bool = False  # exclude responses without a stop token from the loss (DAPO)
     # --- Rollout ---
-    response_length: Annotated[Count, alias("--max-completion-length")] = 16  # maximum tokens in a response
-    temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
-    missing_eos_penalty: NonNegative = 0.0  # subtracted from the score of a response without stop token (TRL)
-    local_rollout_forward_batch_size: Count | None = None  # responses sampled at once; by default 4 x micro_batch_size
+    response_length: Annotated[PositiveInt, alias("--max-completion-length")] = 16  # maximum tokens in a response
+    temperature: PositiveFloat = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower explores less
+    missing_eos_penalty: NonNegativeFloat = 0.0  # subtracted from the score of a response without stop token (TRL)
+    local_rollout_forward_batch_size: PositiveInt | None = None  # responses sampled at once; by default 4 micro-batches
     # --- Optimisation ---
     # by default from the policy's size, and ten times as high with LoRA
-    learning_rate: Annotated[Positive | None, alias("--lr")] = None
+    learning_rate: Annotated[PositiveFloat | None, alias("--lr")] = None
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "linear"  # TRL's
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate warms up from 0
-    weight_decay: NonNegative = 0.0  # weight decay of AdamW
+    weight_decay: NonNegativeFloat = 0.0  # weight decay of AdamW
     adam_betas: tuple[Share, Share] = (0.9, 0.999)  # betas of AdamW (OpenRLHF: 0.9 0.95)
-    adam_epsilon: Positive = 1e-8  # epsilon of AdamW (torch and TRL; N+ details: 1e-5)
-    max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
+    adam_epsilon: PositiveFloat = 1e-8  # epsilon of AdamW (torch and TRL; N+ details: 1e-5)
+    max_grad_norm: PositiveFloat = 1.0  # the gradient is clipped to this norm
     # --- Batch sizes ---
-    batch_size: Count = 64  # responses per update, on all GPUs together
-    micro_batch_size: Count | None = None  # responses per pass; by default 2048 tokens on a CPU, 8192 on a GPU
+    batch_size: PositiveInt = 64  # responses per update, on all GPUs together
+    micro_batch_size: PositiveInt | None = None  # responses per pass; by default 2048 tokens on a CPU, 8192 on a GPU
     # --- Models: a folder, or a name on the hub ---
     model: Annotated[str, alias("--model-name-or-path")] = f"{TOY}/shells/sft"  # policy to start from
     reward_fn: Annotated[tuple[str, ...], alias("--reward-funcs")] = (VERIFIER,)  # functions, as file.py:name
     reward_weights: tuple[float, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
-    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none
+    lora_r: NonNegativeInt = 0  # rank of LoRA adapters (peft), 0 for none
     bf16: bool = False  # models run in bfloat16 (autocast), weights and moments stay in float32. Slow on most CPUs
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     zero_stage: Literal[2, 3] = 2  # with several processes, each holds a share of gradients and moments; 3: of weights
@@ -147,18 +141,18 @@ class Args:
     dataset_config: Annotated[str | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
     dataset_train_split: str = "train"  # split to train on
     dataset_test_split: str | None = "validation"  # split to evaluate on, if there is one
-    max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
+    max_prompt_length: PositiveInt = 512  # in tokens; longer prompts are dropped, and their number printed (N+ details)
     # --- Run ---
-    seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
-    total_episodes: Count = 12_800  # number of responses to train on; 12,800 are one pass over the toy prompts
+    seed: NonNegativeInt = 1  # seed of responses, order of prompts, mini-batches, and adapters
+    total_episodes: PositiveInt = 12_800  # number of responses to train on; 12,800 are one pass over the toy prompts
     output_dir: str | None = None  # folder for all output; by default a new folder runs/SCRIPT__SEED__TIME
     resume: Annotated[str | None, alias("--resume-from-checkpoint")] = None  # folder of a run to continue
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
-    eval_steps: Count = 50  # updates between evaluations; there is one before the first update and after the last
-    num_eval_prompts: Natural = 32  # held-out prompts of an evaluation, with G responses to each; 0 for none
-    save_steps: Count = 50  # updates between checkpoints, which hold the full state of the run
-    save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
-    num_sample_generations: Natural = 10  # how often to print four episodes, besides after update 1 (TRL)
+    eval_steps: PositiveInt = 50  # updates between evaluations; there is one before the first update and after the last
+    num_eval_prompts: NonNegativeInt = 32  # held-out prompts of an evaluation, with G responses to each; 0 for none
+    save_steps: PositiveInt = 50  # updates between checkpoints, which hold the full state of the run
+    save_total_limit: PositiveInt = 1  # checkpoints to keep
+    num_sample_generations: NonNegativeInt = 10  # how often to print four episodes, besides after update 1 (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
 
 
@@ -521,11 +515,9 @@ def importance_ratio(logprobs, old_logprobs, mask, level):
 
 
 def surrogate_loss(ratio, logprobs, advantages, lower, upper, loss_type):
-    """The clipped loss of each token (B, T), or of each response (B, 1) with sequence-level ratios.
-
-    Its gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. CISPO keeps
-    every gradient, weighted by the clipped ratio (MiniMax-M1, eq. 4; without a lower bound, as in TRL).
-    """
+    """The clipped loss of each token (B, T), or of each response (B, 1) with sequence-level ratios. Its gradient is 0
+    where the ratio has left the clip range in the direction that the advantage favours. CISPO keeps every gradient,
+    weighted by the clipped ratio (MiniMax-M1, eq. 4; without a lower bound, as in TRL)."""
     clipped_ratio = ratio.clamp(lower, upper)
     if loss_type == "cispo":
         return -clipped_ratio.detach() * advantages * logprobs
@@ -718,7 +710,7 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     rows = args.micro_batch_size or (rows // G * G or rows)  # whole groups, if one fits
     parts = math.lcm(args.num_mini_batches, G) * WORLD_SIZE
     is_whole = args.batch_size % parts == 0
-    require(is_whole, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches and groups of {G}")
+    require(is_whole, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches and groups")
     num_updates = args.total_episodes // args.batch_size
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     sampled = args.local_rollout_forward_batch_size or 4 * rows
@@ -841,20 +833,10 @@ def parse(rows, function, where):
     return parsed
 
 
-def check_name(name, flag):
-    """Refuses a missing folder, which the library would look for on the hub: a path, or below a folder that exists."""
-    is_path = name.startswith((".", "/", "~")) or Path(Path(name).parts[0]).is_dir()
-    require(Path(name).exists() or not is_path, f"{flag} {name}: there is no such file or folder")
-
-
 def read_rows(args, split):
     """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
-    hub; [] if there is no validation. All rows have the same columns: None where the file has no value. train[:9] is
-    the first nine rows."""
-    name = args.dataset
-    check_name(name, "--dataset")
-    path = Path(name)
-    part, _, end = str(split).partition("[:")
+    hub; [] if there is no validation. All rows have the same columns: None where the file has no value."""
+    path = Path(args.dataset)
     if path.is_file():
         splits = {"train": path}
     elif path.is_dir():
@@ -862,25 +844,24 @@ def read_rows(args, split):
     else:
         import datasets
 
-        splits = dict.fromkeys(datasets.get_dataset_split_names(name, args.dataset_config), path)
-    if part not in splits and split in (None, "validation"):
+        require(not Path(args.dataset.split("/")[0]).is_dir(), f"--dataset {path}: there is no such file or folder")
+        splits = dict.fromkeys(datasets.get_dataset_split_names(args.dataset, args.dataset_config), path)
+    if split not in splits and split in (None, "validation"):
         return []
-    require(part in splits, f"{name} has no {part}.jsonl or {part}.parquet, only the splits {list(splits)}")
-    file = splits[part]
+    require(split in splits, f"{path} has no {split}.jsonl or {split}.parquet, only the splits {list(splits)}")
+    file = splits[split]
     if file.suffix == ".jsonl":
         rows = parse(file.read_bytes().splitlines(), lambda line: {**json.loads(line)}, file)
     elif file.suffix == ".parquet":
         rows = pyarrow.parquet.read_table(file).to_pylist()
     else:
         require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
-        rows = datasets.load_dataset(name, args.dataset_config, split=part).to_list()
+        rows = datasets.load_dataset(args.dataset, args.dataset_config, split=split).to_list()
     if file.suffix != ".jsonl":  # a schema puts nulls, at any depth, where a row has no such key
         text = json.dumps(rows, default=str)  # dates as texts
         rows = json.loads(text, object_hook=lambda x: {key: value for key, value in x.items() if value is not None})
-    rows = rows[: int(end[:-1])] if end else rows
     require(rows, f"{file} has no rows")
-    SOURCES[split] = f"{len(rows)} rows of {file}"
-    print(f"{split}: {SOURCES[split]}")
+    print(f"{split}: {len(rows)} rows of {file}")
     columns = dict.fromkeys(column for row in rows for column in row)
     return [{column: row.get(column) for column in columns} for row in rows]
 
@@ -960,7 +941,8 @@ def make_seed(*numbers):
 # --- Models -----------------------------------------------------------------------------------------------------------
 def load_tokenizer(name):
     """Loads a tokenizer from a folder or the hub."""
-    check_name(name, "--model")
+    is_path = Path(name.split("/")[0]).is_dir()  # the library would look for a wrong path on the hub
+    require(Path(name).exists() or not is_path, f"--model {name}: there is no such folder")
     tokenizer = AutoTokenizer.from_pretrained(name)
     require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has no EOS token, which ends a text")
     return tokenizer
@@ -1151,7 +1133,7 @@ class Run:
         self.wandb = None
         if RANK:
             return
-        (self.output / "args.json").write_text(json.dumps(asdict(args) | {"data": SOURCES}, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
         if args.track:
             import wandb
 
@@ -1215,23 +1197,21 @@ class Run:
         weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
-        saved = {"step": self.step, "state": self.state}
+        saved = {"step": self.step, "state": self.state, "weights": weights, "moments": optimizer["state"]}
         saved["num_bytes"] = (self.output / "metrics.jsonl").stat().st_size
-        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]
-        saved |= {"weights": {name: weights[name] for name in trained}, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=folder) as unfinished:  # is removed if the disk is full
             file = Path(unfinished, f"step-{self.step:08d}.pt")
             torch.save(saved, file)
             file.rename(folder / file.name)
-        for old in sorted(folder.glob("step-*.pt"))[: -(self.args.save_total_limit or 1)]:
+        for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
             old.unlink()
 
     def restore(self):
         """Continues from the newest checkpoint, with the settings of this run."""
         found = sorted(self.output.glob("checkpoints/step-*.pt"))
-        require(found, f"{self.output} has no checkpoint, or is finished (see --save-steps and --save-total-limit)")
+        require(found, f"{self.output} has no checkpoint")
         print(f"reading {found[-1]} (if it is damaged, remove it)")
         saved = torch.load(found[-1], map_location="cpu", weights_only=True)
         options = StateDictOptions(full_state_dict=True, strict=False)  # it has the trained weights alone
@@ -1246,7 +1226,7 @@ class Run:
             os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
 
     def finish(self):
-        """Saves the model, and removes the checkpoints of a finished run."""
+        """Saves the model."""
         self.bar.close()
         save_model(self.models["model"], self.output)
         if RANK:
@@ -1254,8 +1234,6 @@ class Run:
         print(f"saved in {self.output}: the model, and metrics.jsonl (tools/xray.py shows curves and samples)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
-        elif not self.args.save_total_limit:
-            shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
         self.lock.release()
 
 
