@@ -25,9 +25,9 @@ EVERYTHING = {  # what fills a checkpoint
     "grpo": dict(beta=0.1),
     "agent": dict(eval_steps=2),
     "dpo": dict(lora_r=2, eval_steps=2),
-    "sft": dict(packing=True, max_length=16, eval_steps=2),
+    "sft": dict(max_length=16, eval_steps=2),
     "reward_model": dict(eos_dropout=0.5, eval_steps=2),
-    "ddpo": dict(num_epochs=3, per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=3),
+    "ddpo": dict(num_epochs=3),
 }
 LOOPS = slow_but(["ppo"], ["ppo", "sft", "ddpo"])
 
@@ -214,20 +214,17 @@ def test_signals_that_are_ignored_or_come_late(tiny, tmp_path, monkeypatch):
 
 
 def test_which_checkpoints_are_made_and_kept(settings_of, tmp_path, monkeypatch):
-    """One every save_steps steps. The newest stays until the run ends; then as many as asked."""
+    """One every save_steps steps. The newest stay, by default one, also after the run."""
     name, seen = "ppo", {}
-    for case, settings in (
-        ("none stays", dict(save_steps=1)),
-        ("every other one", dict(save_steps=2, save_total_limit=1)),
-    ):
+    for case, settings in (("one", {}), ("every other one", dict(save_steps=2)), ("two", dict(save_total_limit=2))):
         folder = tmp_path / case
         seen[case] = []
         with monkeypatch.context() as patch:
             watch(patch, script(name).Run, "log", lambda *_, x=case, y=folder: seen[x].append(checkpoints(y)))
-            run(name, folder, **settings_of(name) | dict(save_total_limit=None) | settings)
+            run(name, folder, **settings_of(name) | dict(save_total_limit=1) | settings)
         seen[case].append(checkpoints(folder))
-    assert seen["none stays"][:3] == [[], [1], [2]] and seen["none stays"][-1] == []
-    assert seen["every other one"] == [[], [], [2], [2]]
+    assert seen["one"] == [[], [1], [2], [3]] and seen["every other one"] == [[], [], [2], [2]]
+    assert seen["two"] == [[], [1], [1, 2], [2, 3]]
 
 
 @pytest.mark.parametrize("name", slow_but(["ppo"], ["ppo", "sft"]))

@@ -175,7 +175,8 @@ def test_what_a_file_imports(tmp_path, monkeypatch):
     functions = []
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "random.py").write_text(f"import random, rewards.verifiers\nf = lambda: ('{folder}', random)")
+        code = f"import random, rewards.verifiers\nf = lambda: ('{folder}', random)"
+        (tmp_path / folder / "random.py").write_text(code)
         (tmp_path / folder / "datasets.py").write_text("raise RuntimeError('this is run')")
         (tmp_path / folder / "helped.py").write_text("import helper, datasets\nf = lambda: helper.name")
         (tmp_path / folder / "helper.py").write_text(f"name = '{folder}'")

@@ -39,8 +39,7 @@ def write_card(folder: Path) -> None:
         value = settings.get(name)
         if value and not Path(value).exists():
             card += f"{key}: [{value}]\n"
-    sources = ", ".join(settings["data"].values())
-    card += f"---\nTrained from {settings.get('model') or 'scratch'} on {sources}.\n"
+    card += f"---\nTrained from {settings.get('model') or 'scratch'} on {settings['dataset']}.\n"
     card += "\nSettings: args.json. Metrics: metrics.jsonl.\n\n![curves](curves.png)\n"
     (folder / "README.md").write_text(card.replace(f"{ROOT}/", ""))
 

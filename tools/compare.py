@@ -46,10 +46,9 @@ import numpy as np
 import pydantic
 import torch
 import tyro
-from evaluate import Count, Natural, NonNegative
 from evaluate import check_length, configure, find, load_policy, load_prompts, load_reward, new_folder, ppo
 from evaluate import read_command_line, reading, require, settings_of, stop_tokens, trained_with
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -58,7 +57,6 @@ from transformers import AutoTokenizer
 
 KEY = os.environ.get("OPENAI_API_KEY", "").strip()  # of the judge; sent to --judge-url, written to no file
 
-Positive = pydantic.PositiveFloat
 Address = Annotated[str, Field(pattern=r"^https?://[^/\s@?#]+(/[^\s@?#]*)?$")]  # without a password or a query
 
 
@@ -73,14 +71,14 @@ class Args:
     dataset: str = f"{ppo.TOY}/data/prompts"  # folder of SPLIT.jsonl (or .parquet), one such file, or a hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     split: str = "validation"  # split with the prompts, which neither policy was trained on; a file has only one
-    num_prompts: Count = 1000  # number of prompts, drawn at random, always the same; 1000: an interval of +- 3 points
-    max_prompt_length: Count = 512  # prompts with more tokens are dropped, as in training; their number is printed
+    num_prompts: PositiveInt = 1000  # prompts drawn at random, always the same; 1000: an interval of +- 3 points
+    max_prompt_length: PositiveInt = 512  # in tokens; longer prompts are dropped, as in training, and counted
 
     # --- Answers: settings stored with a model are ignored, so that both sides are sampled in the same way ---
-    response_length: Count = 53  # maximum tokens in an answer; use the value from training
-    temperature: NonNegative = 0.7  # divides the logits; by default that of A's training; 0 takes the likeliest token
-    seed: Natural = 1  # seed of A's answers; B has seed + 1, so a policy compared with itself gives other answers
-    batch_size: Count = 64  # answers sampled at once
+    response_length: PositiveInt = 53  # maximum tokens in an answer; use the value from training
+    temperature: NonNegativeFloat = 0.7  # divides the logits; by default that of A's training; 0: the likeliest token
+    seed: NonNegativeInt = 1  # seed of A's answers; B has seed + 1: compared with itself, a policy gives others
+    batch_size: PositiveInt = 64  # answers sampled at once
 
     # --- The judge: one of the first two ---
     # file.py:name of a function with TRL's signature, or a reward model (a classifier with one label)
@@ -90,9 +88,9 @@ class Args:
     judge_model: str | None = None  # name of the judge at that address
     # file with the question, which contains {prompt}, {first} and {second}, and asks for A or B
     judge_template: str | None = None
-    judge_timeout: Positive = 60.0  # seconds after which a request without a complete reply fails
-    judge_retries: Natural = 3  # retries of a failed request, after 1, 2, 4 ... s; then there is no verdict
-    judge_concurrency: Count = 8  # pairs judged at the same time
+    judge_timeout: PositiveFloat = 60.0  # seconds after which a request without a complete reply fails
+    judge_retries: NonNegativeInt = 3  # retries of a failed request, after 1, 2, 4 ... s; then there is no verdict
+    judge_concurrency: PositiveInt = 8  # pairs judged at the same time
 
     # --- Run ---
     output_dir: str | None = None  # folder of the results; by default a new folder runs/compare__TIME

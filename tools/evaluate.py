@@ -39,6 +39,7 @@ import pandas
 import pydantic
 import torch
 import tyro
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -50,7 +51,7 @@ sys.path.insert(0, str(ROOT))
 # The tools sample, read rows and score by functions of these scripts: a policy is judged on what it was trained on
 import agent
 import ppo
-from ppo import Count, Natural, NonNegative, require
+from ppo import require
 
 
 @pydantic.dataclasses.dataclass(config={"allow_inf_nan": False})  # checks the values
@@ -60,17 +61,17 @@ class Args:
     # rewards: file.py:name of a function with TRL's signature, or a reward model (a classifier with one label)
     reward_fn: tuple[str, ...] = ()
     env: str | None = None  # instead of rewards: file.py:name of an environment (agent.py)
-    max_turns: Count | None = None  # with --env: maximum turns of an episode; --response-length includes the answers
+    max_turns: PositiveInt | None = None  # with --env: most turns of an episode; --response-length includes the answers
     dataset: str = f"{ppo.TOY}/data/prompts"  # folder of SPLIT.jsonl (or .parquet), one such file, or a hub name
     dataset_config: str | None = None  # configuration of a hub dataset that has several
     split: str = "validation"  # split with the prompts; a file has only one
-    num_prompts: Count | None = None  # number of prompts, drawn at random, always the same; by default all
-    max_prompt_length: Count = 512  # prompts with more tokens are dropped, as in training; their number is printed
-    num_generations: Count = 1  # answers to each prompt
-    response_length: Count = 53  # maximum tokens in an answer; use the value from training
-    temperature: NonNegative = 0.7  # divides the logits, also for KL (where 0 counts as 1); use the value from training
-    seed: Natural = 1  # seed of the answers
-    batch_size: Count = 64  # answers sampled at once
+    num_prompts: PositiveInt | None = None  # number of prompts, drawn at random, always the same; by default all
+    max_prompt_length: PositiveInt = 512  # in tokens; longer prompts are dropped, as in training, and counted
+    num_generations: PositiveInt = 1  # answers to each prompt
+    response_length: PositiveInt = 53  # maximum tokens in an answer; use the value from training
+    temperature: NonNegativeFloat = 0.7  # divides the logits, also for KL (where 0 is 1); use that of the training
+    seed: NonNegativeInt = 1  # seed of the answers
+    batch_size: PositiveInt = 64  # answers sampled at once
     output_dir: str | None = None  # folder of the results; by default a new folder runs/evaluate__TIME
     bf16: bool = False  # run the models in bfloat16 (autocast), as the scripts do with this flag
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
