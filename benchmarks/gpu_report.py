@@ -28,13 +28,13 @@ from pathlib import Path
 
 from common import ROOT, BenchmarkError, describe_machine, describe_ours, require
 
-TEXTS = "--batch-size 64 --dataset-train-split train[:384] --dataset-test-split validation[:64]"
+TEXTS = "--batch-size 64 --num-train-epochs 0.02"
 ROLLOUTS = "--total-episodes 384 --save-steps 1 --save-total-limit 9 --num-eval-prompts 0"
-RUNS = dict.fromkeys(["sft", "reward_model", "dpo"], TEXTS)  # six updates, otherwise by default
+RUNS = dict.fromkeys(["sft", "reward_model", "dpo"], TEXTS)  # six to nine updates, otherwise by default
 RUNS |= dict.fromkeys(["ppo", "rloo", "grpo"], ROLLOUTS)
 RUNS |= {"agent": "--batch-size 64 --total-episodes 384 --num-eval-prompts 0", "ddpo": "--num-epochs 6"}
 GPT2 = "--batch-size 16 --save-steps 99 --num-eval-prompts 0 --total-episodes"
-FEW_TEXTS = "--batch-size 8 --dataset-train-split train[:16] --dataset-test-split validation[:8]"
+FEW_TEXTS = "--batch-size 8 --num-train-epochs 0.001 --dataset-test-split None"
 FEW_ROLLOUTS = "--batch-size 8 --total-episodes 16 --response-length 8 --save-steps 1 --save-total-limit 9"
 FEW_ROLLOUTS += " --num-eval-prompts 0"
 FEW_IMAGES = "--num-epochs 2 --sample-num-steps 2 --sample-batch-size 8 --train-batch-size 16"

@@ -51,6 +51,9 @@ def write_pairs(name: str, score: str) -> None:
                 pairs.append({"prompt": a["prompt"]} | texts)
         draw.shuffle(pairs)
         write(DATA / name / f"{split}.jsonl", pairs)
+        if split == "train":
+            write(DATA / name / "first-320.jsonl", pairs[:320])
+            write(DATA / name / "first-1280.jsonl", pairs[:1280])
 
 
 def rewards_of(reward_model: Path | str, answers: list[dict]) -> list[float]:

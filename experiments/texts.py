@@ -37,7 +37,15 @@ def write_seldom(file: Path) -> None:
     write(file, rows)
 
 
+def write_poor_pairs(folder: Path) -> None:
+    """A thousand pairs, of which a poor reward model is made."""
+    for split in ("train", "validation"):
+        lines = (ROOT / f"toy/data/preferences/{split}.jsonl").read_text("utf-8").splitlines()[:1000]
+        write(folder / f"{split}.jsonl", list(map(json.loads, lines)))
+
+
 if __name__ == "__main__":
+    write_poor_pairs(ROOT / "runs/learning/poor-pairs")
     copy("toy/data/preferences", "runs/learning/chosen", lambda row: row["chosen"])
     copy("toy/shells/data/sft", "runs/learning/at-once", lambda row: row["completion"][-len(" #### 1") :])
     write_seldom(ROOT / "runs/takeoff/texts/train.jsonl")

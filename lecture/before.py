@@ -19,7 +19,7 @@ RUNS = {
     "1-sft": "sft.py",
     "2-reward_model": "reward_model.py",
     "3-ppo": f"ppo.py {GOLD}",
-    "5-poor": 'reward_model.py --dataset-train-split "train[:1000]" --num-train-epochs 8 --eos-dropout 0.5',
+    "5-poor": "reward_model.py --dataset runs/course/few-pairs --num-train-epochs 8 --eos-dropout 0.5",
     "5-free-1": f"ppo.py {POOR} --kl-coef 0 --seed 1 {GOLD}",  # in most seeds the gold score rises and falls
     "5-free-2": f"ppo.py {POOR} --kl-coef 0 --seed 2 {GOLD}",
     "5-free-3": f"ppo.py {POOR} --kl-coef 0 --seed 3 {GOLD}",
@@ -49,6 +49,10 @@ def main() -> None:
     for file in sorted(Path("lecture").glob("*.py")):
         if file.name != Path(__file__).name and not file.with_suffix(".ipynb").exists():
             python("tools/stepwise.py", str(file))
+    (course / "few-pairs").mkdir(parents=True, exist_ok=True)
+    for split in ("train", "validation"):
+        lines = Path(f"toy/data/preferences/{split}.jsonl").read_text().splitlines(keepends=True)
+        (course / f"few-pairs/{split}.jsonl").write_text("".join(lines[:1000]))
     for name, command in RUNS.items():
         if not (course / name).exists():
             shutil.rmtree(course / "unfinished", ignore_errors=True)
