@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 import torch
-from record import GOLD, LAST, ROOT, Run
+from make_fork import apply
+from record import GOLD, LAST, ROOT, Run, diff_of
 from safetensors.torch import save_file
 
 EVALUATED = ("sft", "reward_model", "dpo")  # on unseen texts, from time to time
@@ -55,13 +56,25 @@ def short(x, digits: int = 4):
     return float(f"{x:.{digits}g}") if math.isfinite(x) else None
 
 
+def write_fork(run: Run) -> Path:
+    """The script of a run with the diff that `fork` names; in its folder are links to what the script reads."""
+    folder = ROOT / f"{run.folder}-fork"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("toy", "rewards"):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    file = folder / run.command[0]
+    file.write_text(apply(diff_of(run), (ROOT / run.command[0]).read_text("utf-8")), "utf-8")
+    return file
+
+
 def train(run: Run) -> dict:
     """Trains, in a new folder; the command, its CPU seconds, and its peak memory. rewards/model.py reads `judge`."""
     shutil.rmtree(run.folder, ignore_errors=True)
     log_of(run.folder).unlink(missing_ok=True)
     command = [*run.command, "--seed", str(run.seed), "--output-dir", str(run.folder)]
     os.environ["REWARD_MODEL"] = run.options.get("judge", "toy/reward_model")
-    used = start(command, log_of(run.folder))
+    used = start([write_fork(run), *command[1:]] if "fork" in run.options else command, log_of(run.folder))
     found = {"cpu_seconds": round(used.ru_utime + used.ru_stime), "peak_memory_mb": round(used.ru_maxrss / 2**10)}
     return {"command": shlex.join(["python", *command])} | found
 

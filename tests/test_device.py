@@ -21,7 +21,7 @@ COMMON |= {"ddpo": IMAGES}
 OTHERS = {  # name: what is not in a default run
     "ppo": dict(reward_fn=(GOLD, "reward_model"), num_eval_prompts=4),
     "ppo adapter": dict(lora_r=2, num_mini_batches=2, gradient_checkpointing=True),
-    "grpo draws": dict(dynamic_sampling=2, num_ppo_epochs=2, mask_truncated_completions=True, beta=0.0),
+    "grpo masks": dict(num_ppo_epochs=2, mask_truncated_completions=True, beta=0.0),
     "dpo adapter": dict(lora_r=2, gradient_checkpointing=True),
     "reward_model others": dict(lora_r=2, center_rewards_coefficient=0.1, eos_dropout=0.5),
 }

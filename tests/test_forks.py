@@ -9,9 +9,11 @@ from functools import cache
 from unittest import mock
 
 import on_many_processes
+import numpy as np
 import pytest
 import torch
 from numbers_of_others import close, golden, leaf
+from runs import main as run_main
 from runs import NAMES, assert_close_runs, cut, run, script, slow_but, untimed, watch, words_of, write_rows
 from safetensors.torch import load_file
 from sources import ROOT, load, text_of
@@ -20,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 
 import ppo
 import test_grpo
+import test_loss
 
 sys.path.insert(0, str(ROOT / "experiments"))
 import record  # noqa: E402  (which adds tools/ to the path)
@@ -29,7 +32,7 @@ DIFFS = {page: read_diffs(text_of(page)) for page in ("docs/fork.md", "docs/diff
 OF_FORK = DIFFS["docs/fork.md"]
 USED = {("docs/fork.md", name, script_of(diff)) for name, diff in OF_FORK.items()}
 OF = {}  # script -> the diffs that name it
-for script_name in ("ppo.py", "rloo.py", "grpo.py", "dpo.py"):
+for script_name in ("ppo.py", "rloo.py", "grpo.py", "agent.py", "dpo.py", "sft.py", "ddpo.py"):
     found = read_diffs(text_of("docs/fork.md"), script_name)
     OF[script_name] = [name for name, diff in found.items() if script_name in scripts_of(diff)]
     USED |= {("docs/fork.md", name, script_name) for name in OF[script_name]}
@@ -130,7 +133,9 @@ OFF = {("ppo", name): {} for name in [*NONE, "Stop tokens of one's own"]}
 OFF |= {  # settings with which a diff changes nothing
     ("ppo", "Critic warm-up"): dict(critic_warmup_updates=0),
     ("ppo", "Entropy bonus"): dict(entropy_coef=0),
+    ("rloo", "Token-level KL"): {},
     ("rloo", "REINFORCE++'s normalisation"): {},
+    ("grpo", "Dynamic sampling"): dict(dynamic_sampling=0),
     ("grpo", "Scores as advantages"): dict(baseline="mean"),
     ("grpo", "Two-sided clip"): dict(delta=1e9),
     ("grpo", "Means of micro-batches"): dict(loss_type="dapo"),
@@ -140,15 +145,17 @@ OFF |= {  # settings with which a diff changes nothing
 
 @pytest.mark.parametrize(("name", "diff"), slow_but([("ppo", "Entropy bonus")], OFF))
 def test_a_fork_whose_settings_are_off_is_the_script(name, diff, train, tmp_path, tiny):
+    """It may log more."""
     lines, _ = train(diff, "update", name, **OFF[name, diff])
     dataset = tiny["ppo"]["dataset"]
     plain = run(name, tmp_path / "plain", **tiny[name] | OTHER_SETTINGS[name] | SHORT | dict(dataset=dataset))
-    assert untimed(lines) == untimed(plain)
+    assert [line | old for line, old in zip(untimed(lines), untimed(plain), strict=True)] == untimed(lines)
 
 
 SPECIAL = {
     "ppo": dict(critic_warmup_updates=0, kl_estimator="full", kl_target=1.0, score_scaling="norm", whiten_rewards=True),
-    "rloo": dict(kl_estimator="k3", kl_target=1.0, normalize_reward=True, normalize_advantage=True),
+    "rloo": dict(kl_estimator="k3", kl_target=1.0, normalize_reward=True, normalize_advantage=True)
+    | dict(token_level_kl=True),
 }
 
 
@@ -159,11 +166,12 @@ def test_all_diffs_train_together(name, tmp_path, tiny, experts, part_of, monkey
     is resumed comes to the same numbers, too."""
     module = load_fork(tmp_path, name, *ALL[f"{name}.py"])
     monkeypatch.syspath_prepend(tmp_path)
-    settings = tiny[name] | dict(micro_batch_size=4, save_steps=1, save_total_limit=9, num_sample_generations=0)
+    settings = tiny[name] | dict(micro_batch_size=4, save_steps=1, save_total_limit=9)
     if name == "dpo":
         settings |= dict(num_train_epochs=0.7, learning_rate=1e-4)
     else:
         settings |= OTHER_SETTINGS[name] | SHORT | dict(model=experts, reward_fn=(GOLD,), adam_epsilon=1e-3)
+        settings |= dict(num_sample_generations=0)
         settings |= dict(dataset=tiny["ppo"]["dataset"], pretrain_data=part_of("sft", 32), target_kl=1.0)
         settings |= dict(stop_token=("eos", ".")) | SPECIAL.get(name, {})
     run(module, tmp_path / "alone", **settings)
@@ -225,6 +233,15 @@ def test_kl_controller_against_trl07(name, monkeypatch, tiny, tmp_path):
     close([after / before for before, after in zip(coefs, coefs[1:])], ratios)
 
 
+def test_token_level_kl_against_openrlhf(everything):
+    """Its REINFORCE++ returns carry the score too; what is left without it is the KL from each token on."""
+    i, o = golden("openrlhf059_reinforce")
+    mask = i["action_mask"].bool()
+    kl = o["kl_k1"].masked_fill(~mask, 0.0)
+    advantages = everything("rloo").token_advantages(torch.zeros(3), -i["kl_coef"] * kl, 3)
+    close(advantages, o["reinforce_returns"] - i["rm_reward"].clamp(-10, 10)[:, None], mask)
+
+
 OF_GRPO = {"bnpo": "Means of micro-batches", "delta": "Two-sided clip", "kl": "KL without the ratio"}
 
 
@@ -234,21 +251,78 @@ def test_losses_of_grpo_against_trl(case, diff, tmp_path, monkeypatch):
     test_grpo.test_a_whole_update_is_trls(case, monkeypatch)
 
 
-VARIANTS = json.loads(text_of("tests/golden/trl0711_dpo.json"))["outputs"]["variants"]
+@pytest.mark.parametrize("variant", test_loss.VARIANTS)
+def test_losses_of_pairs_against_trl07(variant, everything):
+    test_loss.assert_trl07(variant, everything("dpo").dpo_loss)
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("kto_pair")])
-def test_paired_kto_against_trl07(variant, everything):
-    i, o = golden("trl0711_dpo")
-    theirs = o["variants"][variant]
-    chosen, rejected = leaf(i["policy_chosen_logps"]), leaf(i["policy_rejected_logps"])
-    reference = i["reference_chosen_logps"], i["reference_rejected_logps"]
-    beta = float(variant.split("|")[1].removeprefix("beta="))
-    losses, *_ = everything("dpo").dpo_loss(chosen, rejected, *reference, beta, "kto_pair")
-    losses.mean().backward()
-    close(losses.mean().detach(), theirs["loss_mean"])
-    close(chosen.grad, theirs["grad_chosen"])
-    close(rejected.grad, theirs["grad_rejected"])
+def test_ipo_takes_means_over_tokens(everything):
+    module = everything("dpo")
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    pair = module.Pair(*map(np.array, ([5, 6], [7, 8, 9], [7])), 0.0)
+    logps = {}
+    for name in ("ipo", "sigmoid"):
+        args = module.Args(loss_type=name, device="cpu")
+        with torch.no_grad():
+            logps[name] = torch.cat(module.completion_logps(model, [pair], tokenizer, args))
+    close(logps["ipo"] * torch.tensor([3, 1]), logps["sigmoid"])
+
+
+def test_a_reference_that_reads_before_gives_the_same_numbers(tmp_path, tiny):
+    module = load_fork(tmp_path, "dpo", "Reference before training")
+    settings = tiny["dpo"] | dict(lora_r=2, learning_rate=5e-2)
+    lines, plain = run(module, tmp_path / "run", **settings), run("dpo", tmp_path / "plain", **settings)
+    for ours, theirs in zip(untimed(lines), untimed(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+# --- Packing
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    return load_fork(tmp_path_factory.mktemp("packed"), "sft", "Packing")
+
+
+def as_text(ids):
+    """All tokens have a label."""
+    return np.array(ids), np.ones(len(ids), bool)
+
+
+def test_packing_against_trl07(packed):
+    """Blocks of constant length, of two passes joined, against TRL 0.7.11."""
+    i, o = golden("trl0711_sft_packing")
+    rows = [i["tokenized"][text].tolist() + [i["eos_id"]] for text in i["texts"] * 2]
+    blocks = packed.pack([as_text(row) for row in rows], i["seq_length"])
+    assert [ids.tolist() for ids, _ in blocks][:12] == o["packing"]["infinite"]["first_12"].tolist()
+
+
+@pytest.mark.parametrize("num_tokens, blocks", [(7, 1), (8, 2), (9, 2), (11, 2), (12, 3)])
+def test_the_last_block_is_kept_if_it_is_full(num_tokens, blocks, packed):
+    ids = list(range(num_tokens))
+    found = packed.pack([as_text(ids[:5]), as_text(ids[5:])], 4)
+    assert [block.tolist() for block, _ in found] == [ids[i : i + 4] for i in range(0, 4 * blocks, 4)]
+
+
+def test_blocks_keep_their_labels_and_need_one(packed):
+    """Nothing predicts the first token of a block, so a label there does not count."""
+    texts = [(np.arange(6), np.arange(6) >= 5), (np.arange(6, 12), np.arange(6) >= 2)]
+    (block,) = packed.pack(texts, 5)
+    assert block[0].tolist() == [5, 6, 7, 8, 9] and block[1].tolist() == [True, False, False, True, True]
+    assert packed.pack([(np.arange(6), np.arange(6) == 3)], 3) == []
+
+
+def test_what_is_packed_is_not_cut(tmp_path, tiny, packed, monkeypatch):
+    sizes = []
+    watch(monkeypatch, packed, "pack", lambda _, texts, length: sizes.append((sum(len(ids) for ids, _ in texts), length)))
+    run(packed, tmp_path / "run", **tiny["sft"], max_length=8)
+    rows = [json.loads(line) for line in open(f"{tiny['sft']['dataset']}/train.jsonl")]
+    texts = AutoTokenizer.from_pretrained(ROOT / "toy/sft")([row["prompt"] + row["completion"] for row in rows])
+    assert sizes == [(sum(len(ids) + 1 for ids in texts["input_ids"]), 8)]
+
+
+# --- The others
 
 
 def test_entropy_has_the_gradient_of_autograd(everything):
@@ -256,7 +330,7 @@ def test_entropy_has_the_gradient_of_autograd(everything):
     logits, weights = torch.randn(2, 3, 5), torch.randn(2, 2, 3)
     tokens = torch.randint(5, (2, 3))
     ours, theirs = leaf(logits), leaf(logits)
-    logprobs, entropy = everything("ppo").token_logprobs(ours * 1, tokens, 0.7, True)
+    logprobs, entropy = everything("ppo").SlicedLogprobs.apply(ours * 1, tokens, 0.7, True)
     (logprobs * weights[0] + entropy * weights[1]).sum().backward()
     log_softmax = (theirs / 0.7).log_softmax(-1)
     by_hand = log_softmax.gather(-1, tokens[..., None]).squeeze(-1), -(log_softmax.exp() * log_softmax).sum(-1)
@@ -384,6 +458,107 @@ def test_stop_tokens(train):
     assert policy.tokenizer.convert_ids_to_tokens(policy.stop_token_ids) == ["<|end|>", "."] and rollout.ended.any()
     with pytest.raises(SystemExit, match="the end of it all"):
         train("Stop tokens of one's own", "sample_batch", stop_token=("the end of it all",))
+
+
+def test_the_loss_is_a_mean_over_actions(train):
+    """Without KL, tokens and responses have one gradient but for what its sum is divided by: their numbers."""
+    once = dict(num_ppo_epochs=1, kl_coef=0.0, total_episodes=8, micro_batch_size=3)
+    (of_tokens,), _ = train("Token-level KL", "update", "rloo", **once, token_level_kl=True)
+    (of_rows,), _ = train("Token-level KL", "update", "rloo", **once)
+    mean = of_tokens["policy/grad_norm"] * of_tokens["val/response_length"]
+    assert mean == pytest.approx(of_rows["policy/grad_norm"], rel=1e-4)
+
+
+def test_token_level_advantages(train):
+    """The KL of a token and of those after it is subtracted from the advantage of the score."""
+    _, calls = train("Token-level KL", "update", "rloo", kl_coef=0.3, token_level_kl=True, num_ppo_epochs=1)
+    for _, _, _, r, args in calls:
+        others = r.scores.view(-1, args.rloo_k).sum(1).repeat_interleave(args.rloo_k) - r.scores
+        for advantages, kl, score, baseline in zip(r.advantages, r.kl * r.mask, r.scores, others / (args.rloo_k - 1)):
+            close(advantages, [score - baseline - 0.3 * kl[t:].sum() for t in range(len(kl))], rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def draws(tmp_path, monkeypatch):
+    """draws(answers, **settings) -> the rollout of sample_groups. Prompts are numbers; a draw has four groups of two.
+    Of the answers "0012" those of the third group differ, of the fourth the scores differ, but none ends."""
+    grpo = load_fork(tmp_path, "grpo", "Dynamic sampling")
+
+    def sample_batch(policy, examples, args):
+        examples = [example for example in examples for _ in range(2)]
+        ids = torch.tensor([example["n"] for example in examples])[:, None]
+        prompts = torch.nn.functional.pad(ids, (1, 0), value=-1)
+        responses = ids.expand(-1, 3)
+        real = torch.arange(3).expand(len(ids), -1) <= int(ids[0]) % 3  # each draw has other lengths
+        return grpo.Rollout(prompts, prompts > -1, responses, real, real[:, 0], responses / 8, examples, 2)
+
+    def draw(answers, first_draw=0, **settings):
+        coming = iter(answers)
+
+        def score_batch(rollout, *_):
+            kinds = torch.tensor([int(digit) for digit in next(coming)]).repeat_interleave(2)
+            rollout.scores = (kinds > 0) * torch.tensor([0.0, 1.0] * 4)
+            rollout.ended = kinds < 2
+            rollout.reward_table = rollout.scores[:, None]
+
+        monkeypatch.setattr(grpo, "sample_batch", sample_batch)
+        monkeypatch.setattr(grpo, "score_batch", score_batch)
+        state = {"num_draws": first_draw}
+        args = grpo.Args(batch_size=8, num_generations=2, **settings)
+        prompts = [{"n": n} for n in range(64)]
+        rollout = grpo.sample_groups(mock.Mock(), {"f": None}, prompts, range(64), state, args)
+        assert state["num_draws"] - first_draw == len(answers) and not list(coming)
+        return rollout
+
+    return draw
+
+
+@pytest.mark.parametrize(
+    "answers, most, first_draw, kept",
+    [
+        (["0001", "0000", "1100", "1111"], 3, 0, [3, 8, 9, 12]),
+        (["1000", "0010"], 1, 5, [20, 21, 22, 26]),  # filled up with what differs not
+        (["0010"], 0, 0, [0, 1, 2, 3]),  # in the order of sampling
+        (["2211", "0110"], 1, 0, [2, 3, 5, 6]),  # of the first two groups no response is in the loss
+    ],
+)
+def test_dynamic_sampling(draws, answers, most, first_draw, kept):
+    """Groups whose scores differ are kept, in whole; equal ones fill up; draws are counted; prompts
+    end, and responses begin, at one border."""
+    rollout = draws(answers, first_draw, dynamic_sampling=most, mask_truncated_completions=True)
+    assert rollout.scores.tolist() == rollout.reward_table[:, 0].tolist()
+    prompts = rollout.prompts[rollout.prompt_mask].tolist()
+    assert [example["n"] for example in rollout.examples] == prompts == [n for n in kept for _ in range(2)]
+    assert rollout.prompt_mask[:, -1].all() and rollout.mask[:, 0].all()
+    for x, scale in ((rollout.responses, 1), (rollout.old_logprobs, 8)):
+        rows = [(scale * row[real]).tolist() for row, real in zip(x, rollout.mask)]
+        assert rows == [[n] * (1 + n // 4 * 4 % 3) for n in prompts]
+
+
+def test_draws_are_counted(tmp_path, tiny, uneven, monkeypatch):
+    """No prompts are drawn twice in a pass, whether their answers were kept or not, also after the run was
+    interrupted."""
+    module = load_fork(tmp_path, "grpo", "Dynamic sampling")
+    (tmp_path / "r.py").write_text("def same(prompts, **_):\n    return [1.0] * len(prompts)\n")
+    settings = tiny["grpo"] | dict(dynamic_sampling=2, reward_fn=(f"{tmp_path}/r.py:same",))
+    settings["dataset"] = uneven("prompts", 12)  # for two passes
+    drawn = []
+    watch(monkeypatch, module, "sample_batch", lambda r, *_: drawn.append([row["prompt"] for row in r.examples[::4]]))
+    *_, last = run(module, tmp_path / "out", **settings, save_steps=3, save_total_limit=1)
+    assert len(drawn) == 9 and last["sampled_batches"] == 3
+    run_main(module, "--resume", tmp_path / "out", "--total-episodes", 32, "--reward-fn", *settings["reward_fn"])
+    prompts = sum(drawn, [])
+    assert [len(set(prompts[:12])), len(set(prompts[12:]))] == [12, 12] and len(prompts) == 24
+
+
+def test_weights_of_tokens(tmp_path, tiny):
+    """They are those of grpo.py; dapo is the script."""
+    module = load_fork(tmp_path, "agent", "Weights of tokens")
+    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]]).bool()
+    for kind in ("dapo", "grpo", "dr_grpo"):
+        close(module.token_weights(mask, 2, 5.0, kind, 7), test_grpo.grpo.token_weights(mask, 2, 5.0, kind, 7))
+    lines = run(module, tmp_path / "run", **tiny["agent"], loss_type="dapo")
+    assert untimed(lines) == untimed(run("agent", tmp_path / "plain", **tiny["agent"]))
 
 
 def test_scores_as_advantages(train):

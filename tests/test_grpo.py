@@ -1,4 +1,4 @@
-"""grpo.py: whole updates against TRL 1.16's, what changes nothing, groups, and the shell game."""
+"""grpo.py: whole updates against TRL 1.16's, what changes nothing, and the shell game."""
 
 import json
 import math
@@ -8,8 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from runs import main, run, watch
+from runs import run, watch
 from safetensors.torch import load_file
 from sources import ROOT
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -195,10 +194,12 @@ def test_equal_scores_need_no_backward_pass(num_unequal, beta, monkeypatch):
     assert (plain.norm() > 1e-3) == (beta > 0 or num_unequal > 0)
 
 
-def test_bounds_of_the_ratio():
+def test_bounds_of_the_ratio(monkeypatch):
     """Either may be the narrower one. CISPO has an upper bound alone; TRL advises 5."""
-    cases = [("cispo", None), ("cispo", 2.0), ("dapo", None), ("dapo", 0.5), ("dapo", 0.125)]
-    bounds = [grpo.clip_bounds(kind, 0.25, high) for kind, high in cases]
+    bounds = []
+    watch(monkeypatch, grpo, "surrogate_loss", lambda _, *given: bounds.append(given[3:5]))
+    for kind, high in [("cispo", None), ("cispo", 2.0), ("dapo", None), ("dapo", 0.5), ("dapo", 0.125)]:
+        an_update(SCORES, loss_type=kind, epsilon=0.25, epsilon_high=high, micro_batch_size=12)
     assert bounds == [(0, 5), (0, 2), (0.75, 1.25), (0.75, 1.5), (0.75, 1.125)]
 
 
@@ -213,86 +214,6 @@ def test_shares_are_of_rows_in_the_loss(level):
     assert stats["policy/approxkl_avg"] == pytest.approx(0.5 * math.log(2) ** 2, rel=0.1)
 
 
-# --- sample_groups
-
-
-@pytest.fixture
-def draws(monkeypatch):
-    """draws(answers, **settings) -> rollout and what an update hands to the next. Prompts are numbers; a draw has four
-    groups of two. Of the answers "0012" those of the third group differ, of the fourth the scores differ, but none
-    ends."""
-
-    def sample_batch(policy, examples, args):
-        examples = [example for example in examples for _ in range(2)]
-        ids = torch.tensor([example["n"] for example in examples])[:, None]
-        prompts = F.pad(ids, (1, 0), value=-1)
-        responses = ids.expand(-1, 3)
-        real = torch.arange(3).expand(len(ids), -1) <= int(ids[0]) % 3  # each draw has other lengths
-        return grpo.Rollout(prompts, prompts > -1, responses, real, real[:, 0], responses / 8, examples, 2)
-
-    def draw(answers, first_draw=0, **settings):
-        coming = iter(answers)
-
-        def score_batch(rollout, *_):
-            kinds = torch.tensor([int(digit) for digit in next(coming)]).repeat_interleave(2)
-            rollout.scores = (kinds > 0) * torch.tensor([0.0, 1.0] * 4)
-            rollout.ended = kinds < 2
-            rollout.reward_table = rollout.scores[:, None]
-
-        monkeypatch.setattr(grpo, "sample_batch", sample_batch)
-        monkeypatch.setattr(grpo, "score_batch", score_batch)
-        state = {"num_draws": first_draw}
-        args = grpo.Args(batch_size=8, num_generations=2, **settings)
-        prompts = [{"n": n} for n in range(64)]
-        rollout = grpo.sample_groups(mock.Mock(), {"f": None}, prompts, range(64), state, args)
-        assert state["num_draws"] - first_draw == len(answers) and not list(coming)
-        return rollout
-
-    return draw
-
-
-@pytest.mark.parametrize(
-    "answers, most, first_draw, kept",
-    [
-        (["0001", "0000", "1100", "1111"], 3, 0, [3, 8, 9, 12]),
-        (["1000", "0010"], 1, 5, [20, 21, 22, 26]),  # filled up with what differs not
-        (["0010"], 0, 0, [0, 1, 2, 3]),  # in the order of sampling
-        (["2211", "0110"], 1, 0, [2, 3, 5, 6]),  # of the first two groups no response is in the loss
-    ],
-)
-def test_dynamic_sampling(draws, answers, most, first_draw, kept):
-    """Groups whose scores differ are kept, in whole; equal ones fill up; draws are counted; prompts
-    end, and responses begin, at one border."""
-    rollout = draws(answers, first_draw, dynamic_sampling=most, mask_truncated_completions=True)
-    assert rollout.scores.tolist() == rollout.reward_table[:, 0].tolist()
-    prompts = rollout.prompts[rollout.prompt_mask].tolist()
-    assert [example["n"] for example in rollout.examples] == prompts == [n for n in kept for _ in range(2)]
-    assert rollout.prompt_mask[:, -1].all() and rollout.mask[:, 0].all()
-    for x, scale in ((rollout.responses, 1), (rollout.old_logprobs, 8)):
-        rows = [(scale * row[real]).tolist() for row, real in zip(x, rollout.mask)]
-        assert rows == [[n] * (1 + n // 4 * 4 % 3) for n in prompts]
-
-
-# --- the loop
-
-
-def test_tokens_and_draws_are_counted(tmp_path, tiny, uneven, monkeypatch):
-    """num_tokens are those that were read, prompts included (TRL). No prompts are drawn twice in a pass, whether their
-    answers were kept or not, also after the run was interrupted."""
-    (tmp_path / "r.py").write_text("def same(prompts, **_):\n    return [1.0] * len(prompts)\n")
-    settings = tiny["grpo"] | dict(dynamic_sampling=2, reward_fn=(f"{tmp_path}/r.py:same",))
-    settings["dataset"] = uneven("prompts", 12)  # for two passes
-    drawn, read = [], []
-    watch(monkeypatch, grpo, "sample_batch", lambda r, *_: drawn.append([row["prompt"] for row in r.examples[::4]]))
-    watch(monkeypatch, grpo, "update", lambda _, policy, optimizer, r, args: read.append(r.joined()[1].sum()))
-    *_, last = run(grpo, tmp_path / "out", **settings, save_steps=3, save_total_limit=1)
-    assert len(drawn) == 9 and last["sampled_batches"] == 3
-    assert last["num_tokens"] == sum(read)
-    main(grpo, "--resume", tmp_path / "out", "--total-episodes", 32, "--reward-fn", *settings["reward_fn"])
-    prompts = sum(drawn, [])
-    assert [len(set(prompts[:12])), len(set(prompts[12:]))] == [12, 12] and len(prompts) == 24
-
-
 # --- learning
 
 
@@ -301,7 +222,7 @@ GSPO = dict(importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [SHORT, GSPO, SHORT | dict(beta=0.01, dynamic_sampling=2)])
+@pytest.mark.parametrize("settings", [SHORT, GSPO, SHORT | dict(beta=0.01)])
 def test_grpo_learns(tmp_path, settings):
     """The share of right answers in the last 4 of 16 updates or more; in the first it is 0.4.
 

@@ -160,9 +160,12 @@ class Watch:
         monkeypatch.setattr(torch, "randperm", lambda *_, **__: self.orders.pop(0))
         monkeypatch.setattr(torch, "rand", lambda *_, **__: self.uniforms.pop(0))
         monkeypatch.setattr(module, "sample", self.begin_as_trl)
+        self.used_scores = None
         watch(monkeypatch, torch.Tensor, "backward", self.note_loss)
-        watch(monkeypatch, module, "rollout_stats", lambda stats, rollout, *_: setattr(self, "rollout", rollout))
-        watch(monkeypatch, module, "shape_rewards" if self.is_ppo else "rloo_advantages", self.note_rewards)
+        watch(monkeypatch, module, "rollout_stats", self.note_rollout)
+        watch(monkeypatch, module, "shape_rewards" if self.is_ppo else "leave_one_out", self.note_rewards)
+        if hasattr(module, "normalize_scores"):
+            watch(monkeypatch, module, "normalize_scores", lambda scores, *_: setattr(self, "used_scores", scores))
 
     def begin_as_trl(self, policy, *rest, **kwargs):
         """Called first when all models are made: the reference is TRL's, now the policy becomes so too."""
@@ -177,10 +180,15 @@ class Watch:
         for prefix, model in list(parts.items())[: 3 if self.is_ppo else 1]:
             yield from ((f"{prefix}.{name}", p) for name, p in model.named_parameters())
 
-    def note_rewards(self, result, scores, penalties, *_, **__):
+    def note_rewards(self, result, given, *_, **__):
         """PPO's by token, and RLOO's by response."""
-        self.used_scores = scores
-        self.rewards = result if self.is_ppo else scores + penalties.sum(1)
+        self.rewards = result if self.is_ppo else given
+
+    def note_rollout(self, stats, rollout, *_):
+        """The scores are those of the rollout, unless they were normalised."""
+        self.rollout = rollout
+        if self.used_scores is None:
+            self.used_scores = rollout.scores
 
     def note_loss(self, _, loss, **__):
         """Adds up the losses of a step, one for each of its micro-batches."""

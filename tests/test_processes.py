@@ -24,22 +24,22 @@ DATA = {"sft": "sft", "reward_model": "preferences", "dpo": "preferences", "ppo"
 REWARDS_OF_PPO = dict(reward_fn=("reward.py:length", "reward_model"), reward_weights=(0.5, 1.0))
 HALF_THE_IMAGES = dict(sample_batch_size=4, train_batch_size=2)
 EQUAL_GROUPS = dict(batch_size=16, micro_batch_size=2, total_episodes=32, reward_fn=("reward.py:some",))
-SEVERAL_STEPS = dict(num_mini_batches=2, num_ppo_epochs=2, dynamic_sampling=2)
+SEVERAL_STEPS = dict(num_mini_batches=2, num_ppo_epochs=2)
 WEIGHTS_SHARED = dict(zero_stage=3)
 BOTH = WEIGHTS_SHARED | dict(gradient_checkpointing=True)
 RUNS = {  # name: settings of both runs, settings of the run on two processes alone
     "ppo": (REWARDS_OF_PPO | dict(num_mini_batches=2), BOTH),
     "ppo adapter": (dict(lora_r=4), WEIGHTS_SHARED),
     "ppo stage 2": (dict(eval_steps=1), {}),
-    "rloo": (dict(num_mini_batches=2, token_level_kl=True), {}),
+    "rloo": (dict(num_mini_batches=2), {}),
     "rloo adapter": (dict(lora_r=4), WEIGHTS_SHARED),
     "grpo": (EQUAL_GROUPS, {}),
     "grpo others": (SEVERAL_STEPS | dict(loss_type="dr_grpo", scale_rewards="batch", beta=0.1), WEIGHTS_SHARED),
     "agent": (dict(lora_r=4, beta=0.1), WEIGHTS_SHARED),
-    "dpo": (dict(precompute_ref=True, loss_type="ipo"), BOTH),
+    "dpo": ({}, BOTH),
     "sft": (dict(model="toy/sft", lora_r=2), WEIGHTS_SHARED),
     "reward_model": (dict(eos_dropout=0.5, center_rewards_coefficient=0.1), BOTH),
-    "ddpo": (dict(per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=5), HALF_THE_IMAGES),
+    "ddpo": ({}, HALF_THE_IMAGES),
     "ddpo adapter": (dict(lora_r=2, train_learning_rate=1e-2, sample_guidance_scale=2.0), HALF_THE_IMAGES),
 }
 CASES = slow_but(["ppo"], [name for name in RUNS if name.split()[0] in NAMES])
@@ -88,10 +88,8 @@ def world(tmp_path_factory):
 def words_for(name, world, output, **settings):
     """The command line of a run, with paths in the folder of the fixture."""
     settings = dict(device="cpu", output_dir=output) | COMMON.get(name, TEXTS) | settings
-    if name != "ddpo":
-        settings |= dict(num_sample_generations=0)
     if name in ON_PROMPTS:
-        settings |= dict(num_eval_prompts=4)
+        settings |= dict(num_sample_generations=0, num_eval_prompts=4)
     if name in DATA:
         settings["dataset"] = world / DATA[name]
     return [str(world / word) if word.startswith("reward.py:") else word for word in words_of(**settings)]

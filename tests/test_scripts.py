@@ -23,9 +23,9 @@ OWN_BODY = {  # functions that are others in lecture/, which has no micro-batche
     "rloo": {"sample", "token_logprobs"},
     "grpo": {"sample", "token_logprobs"},
     "sft": {"encode", "token_logprobs"},
-    "dpo": {"encode", "token_logprobs", "completion_logps", "dpo_loss"},
+    "dpo": {"encode", "token_logprobs", "completion_logps"},
     "reward_model": {"encode", "pair_rewards", "read_reward"},
-    "agent": {"play", "token_logprobs", "policy_loss", "group_advantages"},
+    "agent": {"play", "token_logprobs", "policy_loss"},
 }
 OWN_ARGUMENTS = {  # of functions that the other scripts on prompts have, too
     ("ppo.py", "update.update"),  # takes the critic
