@@ -159,7 +159,7 @@ class Args:
 def train(args):
     """Trains the policy. Saves it in the run's folder, with its metrics."""
     is_scaled = args.credit == "episode" or args.scale_rewards == "batch"
-    require(is_scaled, "--scale-rewards: --credit turn divides by the standard deviation of the batch")
+    require(is_scaled, "--credit turn goes with --scale-rewards batch")
     args = start(args)
     tokenizer = load_tokenizer(args.model)
     prompts = load_prompts(args, tokenizer, args.dataset_train_split)
@@ -657,8 +657,7 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     sampled = args.local_rollout_forward_batch_size or 4 * rows
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
     print(f"{num_updates} updates of {args.batch_size} episodes, at most {sampled} played, {rows} trained on at once")
-    sizes = {"learning_rate": rate, "micro_batch_size": rows, "local_rollout_forward_batch_size": sampled}
-    return replace(args, **sizes)
+    return replace(args, learning_rate=rate, micro_batch_size=rows, local_rollout_forward_batch_size=sampled)
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================

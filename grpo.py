@@ -29,8 +29,7 @@ padding: it may hold any number, and is masked.
 
 Differences from RLOO: the mean includes the response itself; division by the standard deviation raises the weight of
 prompts that are nearly always or nearly never answered right; each token has its own clipped ratio; by default there is
-no KL. A group with equal scores gives no gradient. With `beta`, the KL is part of the loss, and not of the reward; the
-ratio makes its gradient an unbiased estimate (DeepSeek-V3.2; the first GRPO paper has no ratio there).
+no KL, and with `beta` it is part of the loss. A group with equal scores gives no gradient.
 
 Papers: GRPO 2402.03300 (eq. 3, 19); Dr. GRPO 2503.20783; DAPO 2503.14476; GSPO 2507.18071; CISPO 2506.13585; MaxRL
 2602.02710; DeepSeek-V3.2 2512.02556. In short: lecture/grpo.py, 310 lines. Over several turns: agent.py.
@@ -716,8 +715,7 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     sampled = args.local_rollout_forward_batch_size or 4 * rows
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
     print(f"{num_updates} updates of {args.batch_size} responses, at most {sampled} sampled, {rows} trained on at once")
-    sizes = {"learning_rate": rate, "micro_batch_size": rows, "local_rollout_forward_batch_size": sampled}
-    return replace(args, **sizes)
+    return replace(args, learning_rate=rate, micro_batch_size=rows, local_rollout_forward_batch_size=sampled)
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================

@@ -489,7 +489,6 @@ def update(policy, optimizer, rollout, args):
     The gradient of a mini-batch is that of the mean loss over its responses, however it is split into micro-batches and
     among processes: gradients are averaged over processes, so each divides its sum by the responses / WORLD_SIZE.
     """
-    weights = optimizer.param_groups[0]["params"]
     meter = Meter()
     norms = []  # of the gradients
     for _ in range(args.num_ppo_epochs):
@@ -518,7 +517,8 @@ def update(policy, optimizer, rollout, args):
                 meter.add(metrics, r.mask)
             if not norms:
                 first_error = meter.means()["policy/first_ratio_error"]  # before the first step
-            norms.append(clip_gradient(weights, args.max_grad_norm or math.inf).item())
+            norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm or math.inf)
+            norms.append(norm.item())
             if math.isfinite(norms[-1]):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
     optimizer.zero_grad()
@@ -613,8 +613,7 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     sampled = args.local_rollout_forward_batch_size or 4 * rows
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
     print(f"{num_updates} updates of {args.batch_size} responses, at most {sampled} sampled, {rows} trained on at once")
-    sizes = {"learning_rate": rate, "micro_batch_size": rows, "local_rollout_forward_batch_size": sampled}
-    return replace(args, **sizes)
+    return replace(args, learning_rate=rate, micro_batch_size=rows, local_rollout_forward_batch_size=sampled)
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
