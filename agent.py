@@ -609,16 +609,9 @@ def show_samples(run, rollout, tokenizer):
     """Prints four episodes, and saves their tensors for tools/xray.py."""
     r = rollout.select(torch.arange(len(rollout.examples))[:4])
     prompts = tokenizer.batch_decode([example["input_ids"] for example in r.examples])
-    episodes = [transcript(*row, tokenizer) for row in zip(r.responses, r.mask, r.written)]
+    responses = [tokenizer.decode(ids[real]) for ids, real in zip(r.responses, r.mask)]
     scores = [f"{score:.2f}" for score in r.scores.tolist()]
-    run.show({"prompt": prompts, "episode": episodes, "score": scores}, vars(r))
-
-
-def transcript(ids, mask, written, tokenizer):
-    """Decodes a stream. Answers of the environment are in «guillemets»."""
-    is_own, sizes = written[mask].unique_consecutive(return_counts=True)
-    texts = tokenizer.batch_decode(ids[mask].split(sizes.tolist()))
-    return "".join(text if own else f" «{text.strip()}» " for text, own in zip(texts, is_own))
+    run.show({"prompt": prompts, "response": responses, "score": scores}, vars(r))
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
@@ -629,7 +622,6 @@ def load_models(args):
     reference = None
     if args.beta:
         reference = deepcopy(policy).requires_grad_(False) if not args.lora_r else partial(without_adapters, policy)
-        reference.config = policy.config
     if args.lora_r:
         add_adapters(policy, args.lora_r)
     return policy, reference

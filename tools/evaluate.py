@@ -104,7 +104,7 @@ def evaluate(args):
         if args.env:
             r = play(policy, examples, args)  # 1
             written = r.written  # (B, T), false on what the environment wrote
-            texts += [agent.transcript(*episode, policy.tokenizer) for episode in zip(r.responses, r.mask, r.written)]
+            texts += [transcript(*episode, policy.tokenizer) for episode in zip(r.responses, r.mask, r.written)]
         else:
             repeated = [example for example in examples for _ in range(args.num_generations)]
             r = ppo.sample_batch(policy, repeated, settings)
@@ -227,6 +227,13 @@ def load_prompts(args, tokenizer):
     num_prompts = min(args.num_prompts or len(rows), len(rows))
     drawn = random.Random(0).sample(range(len(rows)), num_prompts)
     return [rows[i] for i in sorted(drawn)]
+
+
+def transcript(ids, mask, written, tokenizer):
+    """A stream as a text. Answers of the environment are in «guillemets»."""
+    is_own, sizes = written[mask].unique_consecutive(return_counts=True)
+    texts = tokenizer.batch_decode(ids[mask].split(sizes.tolist()))
+    return "".join(text if own else f" «{text.strip()}» " for text, own in zip(texts, is_own))
 
 
 def check_length(model, num_tokens):
