@@ -237,7 +237,7 @@ def flags_of(script: str, models: Path, output: Path, rows: int, processes: int)
     pairs = [{"prompt": prompt, "chosen": chosen, "rejected": rejected}] * rows * processes
     (models / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     words = f"--model {models}/policy --dataset {models}/pairs.jsonl --batch-size {rows // 2 * processes} "
-    words += f"--micro-batch-size {rows // 2} --num-train-epochs 1 --num-sample-generations 0 --output-dir {output}"
+    words += f"--micro-batch-size {rows // 2} --num-train-epochs 1 --output-dir {output}"
     return words.split()
 
 

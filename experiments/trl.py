@@ -74,14 +74,14 @@ def judge_checkpoints(algorithm: str, settings: Path, output: Path) -> None:
         model = kind.from_pretrained(checkpoint).eval()
         model.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
         if algorithm == "sft":
-            texts = script.load_texts(args, args.dataset_test_split, model.tokenizer, args.max_length)
+            texts = script.load_texts(args, model.tokenizer, args.dataset_test_split)
             found = script.evaluate(model, texts, args)
         else:
             model.config.reward_bias = 0.0  # which TRL does not have
-            pairs = script.load_pairs(args, args.dataset_test_split, model)
-            others = []
+            pairs = script.load_pairs(args, model.tokenizer, args.dataset_test_split)
+            models = [model]
             if algorithm == "dpo":
-                others.append(script.read_reference(model, script.load_policy(args), pairs, args))
-            found = script.evaluate(model, pairs, *others, args)
+                models.append(script.load_models(args)[1])
+            found = script.evaluate(*models, pairs, args)
         lines.append(json.dumps({"step": step_of(checkpoint)} | found) + "\n")
     (output / "metrics.jsonl").write_text("".join(lines))

@@ -11,6 +11,7 @@ from runs import run, slow_but, watch, write_rows
 from safetensors.torch import load_file
 from shapes import UNET, close, flat, make, step
 from sources import ROOT
+from test_forks import load_fork
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 import ddpo
@@ -27,7 +28,13 @@ def arrays_of(case):
 # --- Statistics -------------------------------------------------------------------------------------------------------
 
 
-def test_statistics_per_prompt_are_trls():
+@pytest.fixture(scope="module")
+def per_prompt(tmp_path_factory):
+    """ddpo.py with scores per prompt."""
+    return load_fork(tmp_path_factory.mktemp("fork"), "ddpo", "Scores per prompt")
+
+
+def test_statistics_per_prompt_are_trls(per_prompt):
     """Over three epochs, in which a buffer overflows, fills, and stays too short."""
     theirs = TRL["tracker"]
     sizes = theirs["buffer_size"], theirs["min_count"]
@@ -35,13 +42,13 @@ def test_statistics_per_prompt_are_trls():
     for epoch, expected in zip(theirs["epochs"], theirs["advantages"], strict=True):
         prompts, rewards = zip(*epoch)
         scores = torch.tensor(rewards, dtype=torch.float64)
-        close(ddpo.prompt_advantages(scores, list(prompts), history, *sizes), expected)
+        close(per_prompt.prompt_advantages(scores, list(prompts), history, *sizes), expected)
     assert json.loads(json.dumps(history)) == history  # for a checkpoint
 
 
-def test_a_prompt_with_the_minimum_count_has_its_own_statistics():
+def test_a_prompt_with_the_minimum_count_has_its_own_statistics(per_prompt):
     scores = torch.tensor([1.0, 2, 5, 9])
-    close(ddpo.prompt_advantages(scores, list("aabb"), {}, buffer_size=16, min_count=2), [-1.0, 1, -1, 1])
+    close(per_prompt.prompt_advantages(scores, list("aabb"), {}, buffer_size=16, min_count=2), [-1.0, 1, -1, 1])
 
 
 # --- Whole epochs -----------------------------------------------------------------------------------------------------
@@ -102,14 +109,15 @@ def noise_of(figures, chain, args):
 
 
 @pytest.mark.parametrize("case", slow_but(["accumulate"], TRL["cases"]))
-def test_an_epoch_is_trls(case, world, tmp_path, monkeypatch):
+def test_an_epoch_is_trls(case, world, per_prompt, tmp_path, monkeypatch):
     """`train` itself, on TRL's models: what it samples from TRL's noise, scores, advantages, metrics, and weights."""
     figures = arrays_of(case)
-    names = {field.name for field in fields(ddpo.Args)}
+    module = per_prompt if case == "per_prompt" else ddpo
+    names = {field.name for field in fields(module.Args)}
     settings = {"train_gradient_accumulation_steps": 1, "num_epochs": 1, "device": "cpu"} | world  # TRL's defaults
     settings |= {name: value for name, value in TRL["cases"][case]["settings"].items() if name in names}
-    args = ddpo.Args(**settings)
-    chain = ddpo.load_chain(args)
+    args = module.Args(**settings)
+    chain = module.load_chain(args)
     close(chain.negative, figures["negative_prompt_embeds"])
     close(chain.timesteps, figures["timesteps"])
     noise = iter(list(noise_of(figures, chain, args)))
@@ -121,12 +129,12 @@ def test_an_epoch_is_trls(case, world, tmp_path, monkeypatch):
 
     norms, images, rollouts = [], [], []
     watch(monkeypatch, torch.nn.utils, "clip_grad_norm_", lambda norm, *_: norms.append(norm))
-    watch(monkeypatch, ddpo, "sample_batch", lambda parts, *_: images.extend(part.images for part in parts))
-    watch(monkeypatch, ddpo, "update", lambda _, chain, optimizer, rollout, args: rollouts.append(rollout))
-    monkeypatch.setattr(ddpo, "shuffled", lambda n, *_: list(range(n)))
+    watch(monkeypatch, module, "sample_batch", lambda parts, *_: images.extend(part.images for part in parts))
+    watch(monkeypatch, module, "update", lambda _, chain, optimizer, rollout, args: rollouts.append(rollout))
+    monkeypatch.setattr(module, "shuffled", lambda n, *_: list(range(n)))
     monkeypatch.setattr(torch, "randperm", lambda n: next(orders))
     monkeypatch.setattr(torch, "randn", draw)
-    (stats,) = run(ddpo, tmp_path, **settings)
+    (stats,) = run(module, tmp_path, **settings)
     assert not list(noise) and not list(orders)
     (rollout,) = rollouts
     assert rollout.images is None  # once they are judged nothing needs them, and they are large

@@ -45,9 +45,9 @@ FULL = {  # what a short form does not have
     "ppo": ROLLOUTS,
     "rloo": ROLLOUTS,
     "grpo": ROLLOUTS,
-    "sft": dict(num_sample_generations=0),
-    "reward_model": dict(micro_batch_size=8, num_sample_generations=0),
-    "dpo": dict(micro_batch_size=3, max_prompt_length=40, dataset_test_split=None, num_sample_generations=0),
+    "sft": {},
+    "reward_model": dict(micro_batch_size=8),
+    "dpo": dict(micro_batch_size=3, max_prompt_length=40, dataset_test_split=None),
     "ddpo": {},
 }
 STABLE = dict(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1, skip_prk_steps=True)

@@ -37,7 +37,7 @@ OF_THREE = [  # settings of ppo.py, rloo.py and grpo.py, and what the message sa
 ]
 WRONG = [(name, *case) for name in ("ppo", "rloo", "grpo") for case in OF_THREE]
 WRONG += [("rloo", dict(rloo_k=5), "5"), ("grpo", dict(num_generations=3), "3")]
-WRONG += [("sft", dict(model=None, lora_r=1), "lora"), ("dpo", dict(loss_type="ipo", label_smoothing=0.1), "label")]
+WRONG += [("sft", dict(model=None, lora_r=1), "lora")]
 WRONG += [
     ("grpo", dict(scale_rewards="mean", reward_fn=("FOLDER/r.py:negative",), num_eval_prompts=0), "scale-rewards")
 ]
@@ -46,7 +46,6 @@ WRONG += [(name, dict(dataset="toy/typo"), "toy/typo") for name in NAMES]
 WRONG += [(name, dict(model="./typo"), "typo") for name in NAMES]
 WRONG += [(name, dict(model="FOLDER/fp8"), "fp8") for name in ON_PROMPTS]  # the others have the same function
 WRONG += [("agent", dict(credit="turn", scale_rewards="none"), "credit")]
-WRONG += [("dpo", dict(reference_free=True, precompute_ref=True), "precompute-ref")]
 WRONG += [("ddpo", dict(dataset="FOLDER/talk.jsonl"), "not a text"), ("ddpo", dict(dataset="FOLDER"), "no prompts")]
 WRONG += [("agent", dict(env="nowhere.py:f"), "nowhere")]
 WRONG = [case for case in WRONG if case[0] in NAMES]

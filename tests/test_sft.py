@@ -1,13 +1,11 @@
-"""sft.py: packing, which tokens have a loss, evaluation, tables. Its whole loop is compared in test_lecture.py."""
+"""sft.py: which tokens have a loss, dropout, evaluation. Its whole loop is compared in test_lecture.py."""
 
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 from families import make_tokenizer
-from numbers_of_others import golden
 from runs import run, watch, write_rows
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,63 +15,25 @@ import sft
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
 
 
-def as_text(ids):
-    """All tokens have a label."""
-    return np.array(ids), np.ones(len(ids), bool)
-
-
-def test_packing_against_trl07():
-    """Blocks of constant length, of two passes joined, against TRL 0.7.11."""
-    i, o = golden("trl0711_sft_packing")
-    rows = [i["tokenized"][text].tolist() + [i["eos_id"]] for text in i["texts"] * 2]
-    blocks = sft.pack([as_text(row) for row in rows], i["seq_length"])
-    assert [ids.tolist() for ids, _ in blocks][:12] == o["packing"]["infinite"]["first_12"].tolist()
-
-
-@pytest.mark.parametrize("num_tokens, blocks", [(7, 1), (8, 2), (9, 2), (11, 2), (12, 3)])
-def test_the_last_block_is_kept_if_it_is_full(num_tokens, blocks):
-    ids = list(range(num_tokens))
-    packed = sft.pack([as_text(ids[:5]), as_text(ids[5:])], 4)
-    assert [block.tolist() for block, _ in packed] == [ids[i : i + 4] for i in range(0, 4 * blocks, 4)]
-
-
-def test_blocks_keep_their_labels_and_need_one():
-    """Nothing predicts the first token of a block, so a label there does not count."""
-    texts = [(np.arange(6), np.arange(6) >= 5), (np.arange(6, 12), np.arange(6) >= 2)]
-    (block,) = sft.pack(texts, 5)
-    assert block[0].tolist() == [5, 6, 7, 8, 9] and block[1].tolist() == [True, False, False, True, True]
-    assert sft.pack([(np.arange(6), np.arange(6) == 3)], 3) == []
-
-
-def test_what_is_packed_is_not_cut(tmp_path, tiny, monkeypatch):
-    sizes = []
-    watch(monkeypatch, sft, "pack", lambda _, texts, length: sizes.append((sum(len(ids) for ids, _ in texts), length)))
-    run(sft, tmp_path / "run", **tiny["sft"], packing=True, max_length=8)
-    rows = [json.loads(line) for line in open(f"{tiny['sft']['dataset']}/train.jsonl")]
-    texts = TOKENIZER([row["prompt"] + row["completion"] for row in rows])["input_ids"]
-    assert sizes == [(sum(len(ids) + 1 for ids in texts), 8)]
-
-
 def test_dropout_is_drawn_anew_in_each_step_and_process(tmp_path, tiny, monkeypatch):
     seeds = []
     watch(monkeypatch, sft, "update", lambda *_: seeds.append(torch.initial_seed()))
     for rank in (0, 1):
         monkeypatch.setattr(sft, "RANK", rank)
-        sft.train(sft.Args(**tiny["sft"], num_sample_generations=0, device="cpu", output_dir=f"{tmp_path}/{rank}"))
+        sft.train(sft.Args(**tiny["sft"], device="cpu", output_dir=f"{tmp_path}/{rank}"))
     assert len(set(seeds)) == len(seeds) == 8
 
 
 def read(tmp_path, rows, tokenizer=TOKENIZER, **settings):
     """The texts that are trained on, as (text without a loss, text with a loss)."""
     args = sft.Args(dataset=write_rows(tmp_path / "rows.jsonl", rows), device="cpu", **settings)
-    texts = sft.load_texts(args, tokenizer, "train", 512)
+    texts = sft.load_texts(args, tokenizer, "train")
     return [(tokenizer.decode(ids[~is_label]), tokenizer.decode(ids[is_label])) for ids, is_label in texts]
 
 
 def test_only_the_completion_and_its_end_have_a_loss(tmp_path):
     row = {"prompt": "The film", "completion": " is a gem."}
     assert read(tmp_path, [row]) == [("The film", f" is a gem.{TOKENIZER.eos_token}")]
-    assert read(tmp_path, [row], completion_only_loss=False) == [("", f"The film is a gem.{TOKENIZER.eos_token}")]
     text = "", f"The film is a gem.{TOKENIZER.eos_token}"
     assert read(tmp_path, [{"text": "The film is a gem."}] * 1001) == [text] * 1001
 
