@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 
 import ppo
 import test_grpo
+import test_prompts
 import test_loss
 
 sys.path.insert(0, str(ROOT / "experiments"))
@@ -315,7 +316,11 @@ def test_blocks_keep_their_labels_and_need_one(packed):
 
 def test_what_is_packed_is_not_cut(tmp_path, tiny, packed, monkeypatch):
     sizes = []
-    watch(monkeypatch, packed, "pack", lambda _, texts, length: sizes.append((sum(len(ids) for ids, _ in texts), length)))
+
+    def note(_, texts, length):
+        sizes.append((sum(len(ids) for ids, _ in texts), length))
+
+    watch(monkeypatch, packed, "pack", note)
     run(packed, tmp_path / "run", **tiny["sft"], max_length=8)
     rows = [json.loads(line) for line in open(f"{tiny['sft']['dataset']}/train.jsonl")]
     texts = AutoTokenizer.from_pretrained(ROOT / "toy/sft")([row["prompt"] + row["completion"] for row in rows])
@@ -467,6 +472,24 @@ def test_the_loss_is_a_mean_over_actions(train):
     (of_rows,), _ = train("Token-level KL", "update", "rloo", **once)
     mean = of_tokens["policy/grad_norm"] * of_tokens["val/response_length"]
     assert mean == pytest.approx(of_rows["policy/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", slow_but(["gpt2"], ["gpt2", "llama", "lfm2"]))
+def test_shared_prompts(kind, tmp_path, monkeypatch):
+    """As those of grpo.py: log-probabilities and their gradient."""
+    monkeypatch.setattr(test_prompts, "grpo", load_fork(tmp_path, "rloo", "Shared prompts"))
+    test_prompts.test_shared_prompts_change_nothing(kind, bf16=False)
+
+
+def test_shared_prompts_train(train, tmp_path, tiny):
+    """The numbers of the script, but for rounding; also with adapters."""
+    settings = dict(rloo_k=4, lora_r=2, learning_rate=1e-5)
+    lines, _ = train("Shared prompts", "update", "rloo", **settings)
+    settings |= tiny["rloo"] | OTHER_SETTINGS["rloo"] | SHORT | dict(dataset=tiny["ppo"]["dataset"]) | settings
+    plain = run("rloo", tmp_path / "plain", **settings)
+    for line, other in zip(lines, plain, strict=True):
+        assert line["objective/scores"] == other["objective/scores"]
+        assert line["policy/grad_norm"] == pytest.approx(other["policy/grad_norm"], rel=1e-3)
 
 
 def test_token_level_advantages(train):
