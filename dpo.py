@@ -134,7 +134,9 @@ def train(args):
     """Trains the policy. Saves it in the run's folder, with its metrics."""
     args = start(args)
     tokenizer = load_tokenizer(args.model)
-    args = fit_context(args, args.model)
+    config = AutoConfig.from_pretrained(args.model).get_text_config()
+    context = getattr(config, "max_position_embeddings", args.max_length)
+    args = replace(args, max_length=min(args.max_length, context))
     pairs = load_pairs(args, tokenizer, args.dataset_train_split)
     eval_pairs = load_pairs(args, tokenizer, args.dataset_test_split)
     policy, reference = load_models(args)
@@ -351,15 +353,14 @@ def load_pairs(args, tokenizer, split):
             check_completion(prompt, chosen, "chosen")
             check_completion(prompt, rejected, "rejected")
             return prompt, prompt + chosen, prompt + rejected
-        check_messages(chosen, last="assistant")
-        check_messages(rejected, last="assistant")
-        if prompt is None:
-            require(chosen[:-1] == rejected[:-1], "'chosen' and 'rejected' differ before their last messages")
-            prompt, chosen, rejected = chosen[:-1], chosen[-1:], rejected[-1:]
-        require(len(chosen) == len(rejected) == 1, "'chosen' or 'rejected' is not one message")
+        both = [[*(prompt or []), *(answer or [])] for answer in (chosen, rejected)]
+        for messages in both:
+            check_messages(messages, last="assistant")
+        prompt = both[0][:-1]
+        require(prompt == both[1][:-1], "'chosen' and 'rejected' differ before their last messages")
         check_messages(prompt, last="user")
         start = render(prompt, row, tokenizer, add_generation_prompt=True)
-        texts = [render_answer(prompt + answer, row, tokenizer) for answer in (chosen, rejected)]
+        texts = [render_answer(messages, row, tokenizer) for messages in both]
         has_prompt = all(text.startswith(start) for text in texts)
         require(has_prompt, f"the chat template does not write {start[-30:]!r} before an answer")
         return start, *texts
@@ -491,8 +492,9 @@ def check_text(text, column):
 def check_completion(prompt, completion, column):
     """Refuses what is no text, or begins with its prompt (of two words or more), which would then be read twice."""
     check_text(completion, column)
-    start = prompt.strip()
-    repeats = len(start.split()) > 1 and re.match(re.escape(start) + r"(\b|\W|$)", completion.strip())
+    start, text = prompt.strip(), completion.strip()
+    edge = text[len(start) - 1 : len(start) + 1]  # the last letter of the prompt, and the next one
+    repeats = len(start.split()) > 1 and text.startswith(start) and not re.fullmatch(r"\w\w", edge)
     require(not repeats, f"{column!r} begins with the prompt: {completion!r:.60}")
 
 
@@ -578,13 +580,6 @@ def load_tokenizer(name):
     tokenizer = AutoTokenizer.from_pretrained(name)
     require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has no EOS token, which ends a text")
     return tokenizer
-
-
-def fit_context(args, name):
-    """Returns the settings with a max_length that the model can read."""
-    config = AutoConfig.from_pretrained(name).get_text_config()
-    context = getattr(config, "max_position_embeddings", args.max_length)
-    return replace(args, max_length=min(args.max_length, context))
 
 
 def load_model(auto_class, name, new_weights=()):

@@ -128,7 +128,9 @@ def train(args):
     require(args.model or not args.lora_r, "--lora-r trains adapters of a pretrained model: set --model")
     name = args.model or args.from_scratch
     tokenizer = load_tokenizer(name)
-    args = fit_context(args, name)
+    config = AutoConfig.from_pretrained(name).get_text_config()
+    context = getattr(config, "max_position_embeddings", args.max_length)
+    args = replace(args, max_length=min(args.max_length, context))
     texts = load_texts(args, tokenizer, args.dataset_train_split)
     require(texts, f"no text has a label within {args.max_length} tokens: see --max-length")
     eval_texts = load_texts(args, tokenizer, args.dataset_test_split)
@@ -446,8 +448,9 @@ def check_text(text, column):
 def check_completion(prompt, completion, column):
     """Refuses what is no text, or begins with its prompt (of two words or more), which would then be read twice."""
     check_text(completion, column)
-    start = prompt.strip()
-    repeats = len(start.split()) > 1 and re.match(re.escape(start) + r"(\b|\W|$)", completion.strip())
+    start, text = prompt.strip(), completion.strip()
+    edge = text[len(start) - 1 : len(start) + 1]  # the last letter of the prompt, and the next one
+    repeats = len(start.split()) > 1 and text.startswith(start) and not re.fullmatch(r"\w\w", edge)
     require(not repeats, f"{column!r} begins with the prompt: {completion!r:.60}")
 
 
@@ -533,13 +536,6 @@ def load_tokenizer(name):
     tokenizer = AutoTokenizer.from_pretrained(name)
     require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has no EOS token, which ends a text")
     return tokenizer
-
-
-def fit_context(args, name):
-    """Returns the settings with a max_length that the model can read."""
-    config = AutoConfig.from_pretrained(name).get_text_config()
-    context = getattr(config, "max_position_embeddings", args.max_length)
-    return replace(args, max_length=min(args.max_length, context))
 
 
 def load_model(auto_class, name, new_weights=()):

@@ -41,7 +41,8 @@ def test_the_end_of_a_text_says_nothing_about_its_pair():
     assert set(counts) == {(False, False), (False, True), (True, False), (True, True)}
     assert counts[True, True] / 4000 == pytest.approx(1 / 16, abs=0.02)
     assert counts[True, False] / 4000 == pytest.approx(3 / 16, abs=0.03)
-    (shown,) = reward_model.drop_eos([pair_of([5, EOS], [5, 6])], TOKENIZER, 1.0, seed=1)  # one that was cut to max_length
+    cut_to_length = pair_of([5, EOS], [5, 6])
+    (shown,) = reward_model.drop_eos([cut_to_length], TOKENIZER, 1.0, seed=1)
     assert shown.chosen.tolist() == [5] and shown.rejected.tolist() == [5, 6]
 
 
