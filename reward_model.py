@@ -39,7 +39,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import cache, partial
@@ -667,18 +666,6 @@ def place(model, args):
 def shards(model):
     """The parts of a model that are divided among processes."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-@contextmanager
-def gathered(model, args):
-    """Within this context, each process has all weights of a model: they are sent once, not for each token."""
-    for module in shards(model):
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
-    yield
-    for module in shards(model):
-        module.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
-        module.reshard()
 
 
 def clip_gradient(parameters, max_norm):
