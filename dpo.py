@@ -66,7 +66,7 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import get_scheduler, logging, set_seed
@@ -398,12 +398,15 @@ def length_grouped_batches(pairs, args):
     """The batches of all passes, as numbers of pairs, and how many make a pass. The pairs of a batch have similar
     lengths, to save padding: in each pass they are shuffled, split into groups of 50 batches, and sorted within a
     group; then the batches are shuffled."""
-    B, batches = args.batch_size, []
+    lengths = torch.tensor(list(map(len, pairs)))
+    batches = []
     for number in range(math.ceil(args.num_train_epochs)):
-        rows = shuffled(len(pairs), args.seed, 2 * number)
-        groups = [sorted(rows[i : i + 50 * B], key=lambda i: len(pairs[i])) for i in range(0, len(rows), 50 * B)]
-        of_pass = [group[i : i + B] for group in groups for i in range(0, len(group), B)]
-        batches += [of_pass[i] for i in shuffled(len(of_pass), args.seed, 2 * number + 1)]
+        rows = torch.tensor(shuffled(len(pairs), args.seed, 2 * number))
+        of_pass = []
+        for group in rows.split(50 * args.batch_size):
+            group = group[lengths[group].argsort(stable=True)]
+            of_pass += group.split(args.batch_size)
+        batches += [of_pass[i].tolist() for i in shuffled(len(of_pass), args.seed, 2 * number + 1)]
     return batches, len(of_pass)
 
 
@@ -687,8 +690,11 @@ def place(model, args):
     if WORLD_SIZE > 1 and (is_trained or args.zero_stage == 3):
         mesh = dist.init_device_mesh(torch.device(args.device).type, (WORLD_SIZE,))
         roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
-        for module in layers + roots:
-            fully_shard(module, mesh=mesh, reshard_after_forward=args.zero_stage == 3)
+        norms = [module for module in model.modules() if "Norm" in type(module).__name__]  # one group, in float32
+        for module in [norms, *layers, *roots]:
+            sent = torch.bfloat16 if args.bf16 and module in layers else None  # the type of what is gathered
+            policy = MixedPrecisionPolicy(sent, torch.float32, cast_forward_inputs=False)
+            fully_shard(module, mesh=mesh, reshard_after_forward=args.zero_stage == 3, mp_policy=policy)
     model.to(args.device)
 
 
