@@ -73,7 +73,7 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, StaticCache
 from transformers import get_scheduler, logging, set_seed
@@ -1067,8 +1067,11 @@ def place(model, args):
     if WORLD_SIZE > 1 and (is_trained or args.zero_stage == 3):
         mesh = dist.init_device_mesh(torch.device(args.device).type, (WORLD_SIZE,))
         roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
-        for module in layers + roots:
-            fully_shard(module, mesh=mesh, reshard_after_forward=args.zero_stage == 3)
+        norms = [module for module in model.modules() if "Norm" in type(module).__name__]  # one group, in float32
+        for module in [norms, *layers, *roots]:
+            sent = torch.bfloat16 if args.bf16 and module in layers else None  # the type of what is gathered
+            policy = MixedPrecisionPolicy(sent, torch.float32, cast_forward_inputs=False)
+            fully_shard(module, mesh=mesh, reshard_after_forward=args.zero_stage == 3, mp_policy=policy)
     model.to(args.device)
 
 

@@ -10,15 +10,15 @@ of P + T tokens in a micro-batch, of which T are the response; B rows sampled at
     trained network   4 N weights + 4 N gradients + 8 N Adam
     frozen network    4 N; in bfloat16 2 N + 2 E. With LoRA of rank r, each trained network is a frozen one with
                       adapters of some 20 r D L trained weights; reference and reward model are such a one without them
-    reward function   4 N, if it reads a model of this size, as rewards/model.py does
+    reward function   2 N, if it reads a model of this size, as rewards/model.py does on a GPU
     activations       a D b (P + T) L, where a is measured (see Shape); with checkpointing 4 D b (P + T) L, and those of
-                      one layer; in bfloat16 also 2 N weights cast for the pass
+                      one layer; in bfloat16 also 2 N weights cast for the pass, on several processes 2 E
     logits            b T V numbers of the model's own dtype, whose memory their gradient takes; three slices of 16 MB
     cache             2 L D_kv B (P + T) keys and values, of 2 or 4 bytes; and 16 B V of the sampler
 
 Several processes divide weights, gradients and moments of trained networks; at stage 3 also those of frozen ones. Then
 a network is gathered before use: at stage 2 the whole of each trained one, at stage 3 two layers, embeddings and head;
-and the whole policy while it samples.
+and the whole policy while it samples. With --bf16, layers are gathered in bfloat16, embeddings and head in float32.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def memory(m: Shape, p: Plan) -> dict[str, float]:
     part = 1 / p.processes
     weights = networks * whole * part + others * stored * (part if p.stage == 3 else 1)
     if p.reward_model and p.script in ("rloo", "grpo"):
-        weights += 4 * N  # in each process
+        weights += 2 * N  # in each process
     held = {"weights": weights, "gradients": 4 * trained * part, "Adam": 8 * trained * part}
 
     a = m.width * m.activations[p.bf16]
@@ -111,14 +111,14 @@ def memory(m: Shape, p: Plan) -> dict[str, float]:
         activations = (4 * m.width * m.layers + a) * tokens
     casts = 0
     if p.bf16:
-        cast = m.embeddings if p.lora else m.layer + m.embeddings if p.checkpointing else N
-        casts = 2 * cast
+        cast = m.layer + m.embeddings if p.checkpointing else N
+        casts = 2 * (m.embeddings if p.lora or p.processes > 1 else cast)
     logits = p.rows * p.response * m.vocab * (2 if p.bf16 else 4) + 3 * 2**24
     gathered = sampling = 0
     if p.processes > 1:
-        of_layers = (2 * m.layer + m.embeddings) / N * whole
-        gathered = networks * whole if p.stage == 2 else of_layers
-        sampling = whole
+        size = 2 if p.bf16 else 4  # bytes of a weight of a layer
+        sampling = stored + size * adapters * (p.lora > 0)
+        gathered = networks * sampling if p.stage == 2 else 2 * size * m.layer + 4 * m.embeddings
     update = {"activations": activations + casts, "logits": logits, "gathered": gathered}
 
     in_rollout = 0
@@ -161,7 +161,7 @@ def climb() -> None:
         plan = replace(plan, **change)
         lines.append([name, *(f"{peak(LLAMA, replace(plan, **column)) / GB:.0f}" for column in COLUMNS.values())])
     print(markdown(lines))
-    print(f"\nrewards/model.py with a reward model of 7B, in rloo.py or grpo.py: {4 * LLAMA.weights / GB:.0f} GB more")
+    print(f"\nrewards/model.py with a reward model of 7B, in rloo.py or grpo.py: {2 * LLAMA.weights / GB:.0f} GB more")
 
 
 ON_POLICY = {"rows": 16, "rollout_rows": 16, "prompt": 512, "response": 53}

@@ -9,9 +9,14 @@ import subprocess
 import sys
 
 import on_many_processes
+import ppo
 import pytest
+import torch
+import torch.distributed as dist
 from runs import NAMES, ON_PROMPTS, assert_close_runs, assert_same_run, cut, lines_of, main, slow_but, words_of
 from sources import ROOT, lines_of as lines_of_file
+from tiny import tiny_model
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 UPDATES = dict(batch_size=8, total_episodes=16, response_length=8, num_ppo_epochs=2)
 UPDATES |= dict(learning_rate=1e-3, adam_epsilon=1e-3)
@@ -32,6 +37,7 @@ RUNS = {  # name: settings of both runs, settings of the run on two processes al
     "ppo": (REWARDS_OF_PPO | dict(num_mini_batches=2, seed=2), BOTH),
     "ppo adapter": (dict(lora_r=4), WEIGHTS_SHARED),
     "ppo stage 2": (dict(eval_steps=1), {}),
+    "ppo bfloat16": (dict(bf16=True, learning_rate=2e-4, micro_batch_size=2), WEIGHTS_SHARED),
     "rloo": (dict(num_mini_batches=2), {}),
     "rloo adapter": (dict(lora_r=4), WEIGHTS_SHARED),
     "grpo": (EQUAL_GROUPS, {}),
@@ -119,6 +125,19 @@ def test_two_processes_are_one(runs, case):
     weights = 2e-6 if case.startswith(("ppo", "rloo", "grpo", "agent")) else 2e-4
     assert len(lines_of(runs / "1" / case)) >= 2
     assert_close_runs(runs / "1" / case, runs / "2" / case, weights=weights, edge=0.02 if "ppo" in case else 0.07)
+
+
+def test_layers_are_gathered_in_bfloat16(monkeypatch):
+    """With --bf16: what autocast would cast, and no norm, embedding or head. The other process does not exist."""
+    monkeypatch.setattr(ppo, "WORLD_SIZE", 2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    model, args = tiny_model("qwen3"), ppo.Args(bf16=True, device="cpu")
+    ppo.place(model, args)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    with ppo.gathered(model, args):
+        halved = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
+    dist.destroy_process_group()
+    assert halved == {name for name, _ in model.named_parameters() if "proj" in name}
 
 
 @pytest.mark.slow

@@ -256,3 +256,7 @@ def test_a_reward_model_as_a_function(kind, tmp_path, monkeypatch):
     ours = load("rewards/model.py").score(asked, said)
     torch.testing.assert_close(torch.tensor(ours), theirs, rtol=0, atol=1e-4)
     assert theirs.std() > 0.1
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
+    halved = load("rewards/model.py").score(asked, said)
+    assert halved != ours  # in bfloat16, but for the head
+    torch.testing.assert_close(torch.tensor(halved), theirs, rtol=0, atol=0.03)
