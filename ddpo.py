@@ -48,6 +48,7 @@ import math
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -571,8 +572,9 @@ run_file = cache(runpy.run_path)  # once for all functions of a file: a judge is
 
 def read_rewards(returned, n, name):
     """(n,) the rewards that a function returned: finite numbers, or None, which becomes NaN."""
+    is_list = isinstance(returned, (list, tuple, np.ndarray, Tensor))
     rewards = torch.tensor([0.0 if x is None else x for x in returned], dtype=torch.float32)
-    is_right = rewards.shape == (n,) and rewards.isfinite().all()
+    is_right = is_list and rewards.shape == (n,) and rewards.isfinite().all()
     require(is_right, f"{name} should return {n} numbers or None, one for each response, not {returned!r:.60}")
     return rewards.masked_fill(torch.tensor([x is None for x in returned]), math.nan)
 
@@ -702,7 +704,8 @@ class Run:
         self.wandb = None
         if RANK:
             return
-        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
+        (self.output / "args.json").write_text(json.dumps(asdict(args) | {"revision": revision}, indent=2))
         if args.track:
             import wandb
 

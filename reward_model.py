@@ -36,6 +36,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -708,7 +709,8 @@ class Run:
         self.wandb = None
         if RANK:
             return
-        (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
+        (self.output / "args.json").write_text(json.dumps(asdict(args) | {"revision": revision}, indent=2))
         if args.track:
             import wandb
 
