@@ -116,11 +116,11 @@ def test_a_sampler_with_another_cache_is_refused(name, tiny, tmp_path, monkeypat
 
 
 def test_the_run_says_what_it_was(held_out, tmp_path, capsys):
-    """It prints the data, and args.json has the settings; the command line of a user makes the same."""
+    """It prints the data, and args.json has settings and revision; the command line of a user makes the same."""
     settings = {key: x for key, x in held_out("ppo").items() if key != "reward_fn"}
     main("ppo", *words_of(**settings, device="cpu", output_dir=tmp_path / "run", num_sample_generations=0))
     args = json.loads((tmp_path / "run/args.json").read_text())
     said = capsys.readouterr().out
-    assert {key: args[key] for key in settings} == settings
+    assert {key: args[key] for key in settings} == settings and args["revision"]
     assert f"train: 64 rows of {settings['dataset']}/train.jsonl" in said and "validation: 64 rows" in said
     assert evaluated(lines_of(tmp_path / "run")) == [0, 2, 3]

@@ -40,7 +40,8 @@ def write_card(folder: Path) -> None:
         if value and not Path(value).exists():
             card += f"{key}: [{value}]\n"
     card += f"---\nTrained from {settings.get('model') or 'scratch'} on {settings['dataset']}.\n"
-    card += "\nSettings: args.json. Metrics: metrics.jsonl.\n\n![curves](curves.png)\n"
+    card += f"\nRevision: {settings['revision']}."
+    card += " Settings: args.json. Metrics: metrics.jsonl.\n\n![curves](curves.png)\n"
     (folder / "README.md").write_text(card.replace(f"{ROOT}/", ""))
 
 
