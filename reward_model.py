@@ -167,15 +167,13 @@ def train(args):
         schedule.step()
     center_rewards(model, pairs, args)
     run.finish()
-    print(f"config.json has reward_bias {model.config.reward_bias:.3f}: other programs give rewards without it")
 
 
 # --- 1. Encode --------------------------------------------------------------------------------------------------------
 def cut_to_fit(pair, args):
     """Cuts the ends of both texts, so that each has at most max_length tokens."""
-    limit = args.max_length
-    room = max(0, limit - len(pair.prompt))
-    return Pair(pair.prompt[:limit], pair.chosen[:room], pair.rejected[:room], pair.margin)
+    room = max(0, args.max_length - len(pair.prompt))
+    return Pair(pair.prompt[: args.max_length], pair.chosen[:room], pair.rejected[:room], pair.margin)
 
 
 def drop_eos(pairs, tokenizer, share, seed):
@@ -291,8 +289,7 @@ def load_classifier(args):
     heads = ("score.weight", "lm_head.weight", "lm_head.bias", "embed_out.weight")  # the new one, and those that go
     model = load_model(SimpleNamespace(from_pretrained=one_label), args.model, heads)
     if type(model).__name__ not in (model.config.architectures or []):
-        D = model.score.in_features
-        nn.init.normal_(model.score.weight, std=1 / math.sqrt(D + 1))
+        nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
         model.config.architectures = [type(model).__name__]
     model.config.reward_bias = getattr(model.config, "reward_bias", 0.0)  # the last step changes it
     model.config.problem_type = "regression"  # otherwise pipeline("text-classification") applies a sigmoid to a reward
