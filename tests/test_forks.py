@@ -1,4 +1,4 @@
-"""docs/fork.md and docs/diffs/questions.md: their diffs fit the short files and scripts, and do what the pages say."""
+"""docs/fork.md, docs/diffs/: their diffs fit the short files and scripts, and do what the pages say."""
 
 import json
 import re
@@ -29,14 +29,14 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import record  # noqa: E402  (which adds tools/ to the path)
 from make_fork import apply, fork, main, read_diffs, script_of, scripts_of  # noqa: E402
 
-DIFFS = {page: read_diffs(text_of(page)) for page in ("docs/fork.md", "docs/diffs/questions.md")}
-OF_FORK = DIFFS["docs/fork.md"]
-USED = {("docs/fork.md", name, script_of(diff)) for name, diff in OF_FORK.items()}
-OF = {}  # script -> the diffs that name it
+PAGE = "docs/diffs/settings.md"
+DIFFS = {page: read_diffs(text_of(page)) for page in ("docs/fork.md", PAGE, "docs/diffs/questions.md")}
+USED = {(page, name, script_of(DIFFS[page][name])) for page in ("docs/fork.md", PAGE) for name in DIFFS[page]}
+ALL = {}  # script -> the diffs of settings that name it
 for script_name in ("ppo.py", "rloo.py", "grpo.py", "agent.py", "dpo.py", "sft.py", "ddpo.py"):
-    found = read_diffs(text_of("docs/fork.md"), script_name)
-    OF[script_name] = [name for name, diff in found.items() if script_name in scripts_of(diff)]
-    USED |= {("docs/fork.md", name, script_name) for name in OF[script_name]}
+    found = read_diffs(text_of(PAGE), script_name)
+    ALL[script_name] = [name for name, diff in found.items() if script_name in scripts_of(diff)]
+    USED |= {(PAGE, name, script_name) for name in ALL[script_name]}
 USED |= {("docs/fork.md", name, "ppo.py") for name in ("A loss term", "Clip-higher")}
 USED |= {("docs/diffs/questions.md", name, "lecture/grpo.py") for name in DIFFS["docs/diffs/questions.md"]}
 MODELS = dict(model=f"{ROOT}/toy/sft", reward_model=f"{ROOT}/toy/reward_model")
@@ -74,8 +74,6 @@ def test_a_fork_of_the_full_script_does_what_its_page_says(name, tmp_path, monke
 
 # --- What left the script, and what others add
 
-ADDED = text_of("docs/fork.md").partition("## What left the script")[2]
-ALL = {script: [name for name in names if f"### {name}\n" in ADDED] for script, names in OF.items()}
 SHORT = dict(total_episodes=16, temperature=1.0, learning_rate=1e-3, num_eval_prompts=0)
 
 

@@ -205,7 +205,7 @@ def update(monkeypatch, folder, case):
     trl = read(case)
     module = script(case.split("_")[0])
     if trl.settings.get("normalize_reward"):
-        diff = read_diffs(text_of("docs/fork.md"), "rloo.py")["REINFORCE++'s normalisation"]
+        diff = read_diffs(text_of("docs/diffs/settings.md"), "rloo.py")["REINFORCE++'s normalisation"]
         (folder / "fork.py").write_text(apply(diff, text_of("rloo.py")))
         module = load(folder / "fork.py", "forked")
     policy, reference, value, reward = load_models(trl)

@@ -1,4 +1,4 @@
-"""Applies diffs of docs/fork.md or docs/diffs/questions.md to their script, and writes the result as fork.py beside it.
+"""Applies diffs of docs/fork.md or docs/diffs/ to their script, and writes the result as fork.py beside it.
 
     python tools/make_fork.py "A loss term"                     # writes lecture/fork.py, to be read and run
     python tools/make_fork.py "A loss term" --script ppo.py     # the same change of ppo.py, as fork.py
@@ -15,7 +15,7 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("docs/fork.md", "docs/diffs/questions.md", "docs/agent.md")
+PAGES = ("docs/fork.md", "docs/diffs/settings.md", "docs/diffs/questions.md", "docs/agent.md")
 
 
 def scripts_of(diff: str) -> list[str]:
