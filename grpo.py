@@ -346,7 +346,7 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature):
     rows = torch.arange(B, device=prompts.device)  # in the cache; rows that have ended leave it
     has_ended = torch.zeros_like(rows, dtype=torch.bool)
     attention_mask = prompt_mask.long()  # (rows, P), then one wider after each token
-    logits = forward(policy, prompts, attention_mask, **options).logits  # (rows, 1, V)
+    logits = read_prompts(policy, prompts, prompt_mask, cache)  # (rows, 1, V)
     for t in range(T):
         token, logprob = sample_categorical(logits[:, -1].float() / temperature, uniforms[rows, t])  # (rows,) each
         responses[rows, t] = token
