@@ -69,7 +69,6 @@ import tyro
 from filelock import FileLock
 from jinja2 import TemplateError
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -538,11 +537,15 @@ def load_image_rewards(args):
 
 def load_rows(args):
     """The rows of the dataset, each with its prompt. Prints the first prompt as the text encoder reads it."""
+    for name in (args.model, args.dataset):
+        is_path = Path(name.split("/")[0]).is_dir()  # the library would look for a wrong path on the hub
+        require(Path(name).exists() or not is_path, f"{name}: there is no such file or folder")
     path = Path(args.dataset)
     if path.exists():
         file = path / "train.jsonl" if path.is_dir() else path
         require(file.exists(), f"there is no {file}: recipes/data.py converts other files")
-        rows = parse(file.read_bytes().splitlines(), lambda line: {**json.loads(line)}, file)
+        lines = file.read_bytes().splitlines()
+        rows = parse(lines, lambda line: {**json.loads(line)}, file)
     else:
         import datasets
 
@@ -572,11 +575,11 @@ run_file = cache(runpy.run_path)  # once for all functions of a file: a judge is
 
 def read_rewards(returned, n, name):
     """(n,) the rewards that a function returned: finite numbers, or None, which becomes NaN."""
-    is_list = isinstance(returned, (list, tuple, np.ndarray, Tensor))
-    rewards = torch.tensor([0.0 if x is None else x for x in returned], dtype=torch.float32)
-    is_right = is_list and rewards.shape == (n,) and rewards.isfinite().all()
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    rewards = torch.tensor([0.0 if x is None else x for x in values], dtype=torch.float32)
+    is_right = isinstance(values, (list, tuple)) and rewards.shape == (n,) and rewards.isfinite().all()
     require(is_right, f"{name} should return {n} numbers or None, one for each response, not {returned!r:.60}")
-    return rewards.masked_fill(torch.tensor([x is None for x in returned]), math.nan)
+    return rewards.masked_fill(torch.tensor([x is None for x in values]), math.nan)
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
@@ -633,8 +636,10 @@ def start(args):
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:
         folder.mkdir(parents=True, exist_ok=True)
-        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb", "metrics.jsonl"}  # no step
+        of_no_step = {"args.json", ".lock", "wandb", "metrics.jsonl"}  # a run that made no step leaves these
+        others = {file.name for file in folder.iterdir()} - of_no_step
         require(not others, f"--output-dir {folder} has files: {sorted(others)[:3]}")
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
     device_type = torch.device(args.device).type
     if "RANK" in os.environ and not dist.is_initialized():
         if device_type == "cuda":
@@ -678,7 +683,7 @@ def shards(model):
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, samples, checkpoints, and at the end model and curves.
+    """The output of a run: progress bar, metrics.jsonl, W&B, checkpoints, and at the end the model.
     `state` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, state, **models):
@@ -705,7 +710,8 @@ class Run:
         if RANK:
             return
         revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
-        (self.output / "args.json").write_text(json.dumps(asdict(args) | {"revision": revision}, indent=2))
+        about = asdict(args) | {"revision": revision}
+        (self.output / "args.json").write_text(json.dumps(about, indent=2))
         if args.track:
             import wandb
 
@@ -714,7 +720,8 @@ class Run:
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
         after the current step."""
-        numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        names = ("SIGINT", "SIGTERM", "SIGHUP")
+        numbers = [number for number in signal.Signals if number.name in names]
         numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
         handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
         while self.step < self.num_steps and not self.stop_requested:
@@ -751,33 +758,25 @@ class Run:
         """Whether this step is a multiple of `every`, or the last one."""
         return self.step % max(1, every) == 0 or self.step == self.num_steps
 
-    def show(self, columns, tensors):
-        """Prints rows of texts, and saves the tensors that belong to them in samples/, for tools/xray.py."""
-        if RANK:
-            return
-        for row in zip(*columns.values()):
-            for name, text in zip(columns, row):
-                self.bar.write(f"{name}: {text}")
-            self.bar.write("")
-        tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
-        (self.output / "samples").mkdir(exist_ok=True)
-        save_file(tensors, self.output / f"samples/step-{self.step:08d}.safetensors")
-
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
-        saved = {"step": self.step, "state": self.state, "weights": weights, "moments": optimizer["state"]}
-        saved["num_bytes"] = (self.output / "metrics.jsonl").stat().st_size
+        num_bytes = (self.output / "metrics.jsonl").stat().st_size
+        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]  # without tied ones
+        weights = {name: weights[name] for name in trained}
+        saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
+        saved |= {"weights": weights, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=folder) as unfinished:  # is removed if the disk is full
             file = Path(unfinished, f"step-{self.step:08d}.pt")
             torch.save(saved, file)
             file.rename(folder / file.name)
-        for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
+        files = sorted(folder.glob("step-*.pt"))
+        for old in files[: -self.args.save_total_limit]:
             old.unlink()
 
     def restore(self):

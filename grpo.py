@@ -76,7 +76,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, StaticCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, StaticCache
 from transformers import get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -393,12 +393,12 @@ def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
 
 
 class SlicedLogprobs(torch.autograd.Function):
-    """token_logprobs of logits (b, T, V), in slices of 16 MB: beside the logits, no other tensor has their size."""
+    """token_logprobs of logits (b, T, V), in slices of 4 MB: beside the logits, no other tensor has their size."""
 
     @staticmethod
     def slices(logits, *columns):
         """Splits logits (b, T, V) to (n, V), and columns (b, T) to (n,)."""
-        n = max(1, 2**22 // logits.shape[-1])
+        n = max(1, 2**20 // logits.shape[-1])
         return zip(logits.flatten(0, 1).split(n), *(x.flatten().split(n) for x in columns))
 
     @staticmethod
@@ -413,14 +413,14 @@ class SlicedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        """Computes each slice again. Its gradient takes the memory of its logits: autograd would end the run if another
-        step needed them."""
+        """(one_hot - softmax) / temperature, times the gradient. It takes the memory of the logits: autograd would end
+        the run if another step needed them."""
         logits, tokens = ctx.saved_tensors
-        for x, token, slope in SlicedLogprobs.slices(logits, tokens, grad):
-            with torch.enable_grad():
-                leaf = x.detach().requires_grad_()
-                logprobs, _ = token_logprobs(leaf, token, ctx.temperature)
-            x.copy_(torch.autograd.grad(logprobs, leaf, slope)[0])
+        for x, token, slope in SlicedLogprobs.slices(logits, tokens, grad / ctx.temperature):
+            slope = slope[:, None]
+            gradient = (x.float() / ctx.temperature).softmax(-1).mul_(-slope)
+            gradient.scatter_add_(1, token[:, None], slope)
+            x.copy_(gradient)
         return logits, None, None, None
 
 
@@ -669,12 +669,17 @@ def evaluate(policy, reference, reward_fns, prompts, args):
 
 
 def show_samples(run, rollout, tokenizer):
-    """Prints four episodes, and saves their tensors for tools/xray.py."""
+    """Prints four episodes, and saves their tensors in samples/, for tools/xray.py."""
+    if RANK:
+        return
     r = rollout.select(torch.arange(len(rollout.examples))[:4])
-    prompts = tokenizer.batch_decode([example["input_ids"] for example in r.examples])
-    responses = [tokenizer.decode(ids[real]) for ids, real in zip(r.responses, r.mask)]
-    scores = [f"{score:.2f}" for score in r.scores.tolist()]
-    run.show({"prompt": prompts, "response": responses, "score": scores}, vars(r))
+    for example, response, mask, score in zip(r.examples, r.responses, r.mask, r.scores):
+        run.bar.write(f"prompt: {tokenizer.decode(example['input_ids'])}")
+        run.bar.write(f"response: {tokenizer.decode(response[mask])}")
+        run.bar.write(f"score: {score:.2f}\n")
+    tensors = {name: x.cpu().contiguous() for name, x in vars(r).items() if isinstance(x, Tensor)}
+    (run.output / "samples").mkdir(exist_ok=True)
+    save_file(tensors, run.output / f"samples/step-{run.step:08d}.safetensors")
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
@@ -784,11 +789,11 @@ def function_reward(function, rollout, tokenizer, args):
 
 def read_rewards(returned, n, name):
     """(n,) the rewards that a function returned: finite numbers, or None, which becomes NaN."""
-    is_list = isinstance(returned, (list, tuple, np.ndarray, Tensor))
-    rewards = torch.tensor([0.0 if x is None else x for x in returned], dtype=torch.float32)
-    is_right = is_list and rewards.shape == (n,) and rewards.isfinite().all()
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    rewards = torch.tensor([0.0 if x is None else x for x in values], dtype=torch.float32)
+    is_right = isinstance(values, (list, tuple)) and rewards.shape == (n,) and rewards.isfinite().all()
     require(is_right, f"{name} should return {n} numbers or None, one for each response, not {returned!r:.60}")
-    return rewards.masked_fill(torch.tensor([x is None for x in returned]), math.nan)
+    return rewards.masked_fill(torch.tensor([x is None for x in values]), math.nan)
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
@@ -840,7 +845,8 @@ def read_rows(args, split):
     if path.is_file():
         splits = {"train": path}
     elif path.is_dir():
-        splits = {file.stem: file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet")}
+        files = [file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet")]
+        splits = {file.stem: file for file in files}
     else:
         import datasets
 
@@ -851,7 +857,8 @@ def read_rows(args, split):
     require(split in splits, f"{path} has no {split}.jsonl or {split}.parquet, only the splits {list(splits)}")
     file = splits[split]
     if file.suffix == ".jsonl":
-        rows = parse(file.read_bytes().splitlines(), lambda line: {**json.loads(line)}, file)
+        lines = file.read_bytes().splitlines()
+        rows = parse(lines, lambda line: {**json.loads(line)}, file)
     elif file.suffix == ".parquet":
         rows = pyarrow.parquet.read_table(file).to_pylist()
     else:
@@ -868,7 +875,8 @@ def read_rows(args, split):
 
 def check_text(text, column):
     """Refuses what is no text, is empty, or is a conversation as JSON text."""
-    is_text = isinstance(text, str) and text.strip() and not re.match(r'\s*\[\s*{\s*"(role|content)"', text)
+    is_text = isinstance(text, str) and text.strip()
+    is_text = is_text and not re.match(r'\s*\[\s*{\s*"(role|content)"', text)
     require(is_text, f"{column!r} should be a text in all rows, or messages in all rows, but this is {text!r:.60}")
 
 
@@ -886,10 +894,10 @@ def check_messages(messages, last):
 def render(messages, row, tokenizer, **options):
     """Renders messages with the chat template, which gets the row's `tools` and `chat_template_kwargs` (as in TRL).
     Refuses a row of which the template leaves something out."""
-    require(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
     settings = row.get("chat_template_kwargs") or {}
     require("chat_template" not in settings, "chat_template_kwargs should have no template")
-    text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options | settings)
+    options |= {"tools": row.get("tools"), "tokenize": False} | settings
+    text = tokenizer.apply_chat_template(messages, **options)
     for message in messages:
         require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
     return text
@@ -899,8 +907,10 @@ def render(messages, row, tokenizer, **options):
 def turn_end(tokenizer):
     """What the chat template writes behind an answer, and its part up to the token that ends the turn, such as
     <|im_end|>, or else EOS. A placeholder shows it: an answer could hold these texts."""
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "PLACEHOLDER"}]
-    _, _, tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("PLACEHOLDER")
+    question = {"role": "user", "content": "Hi"}
+    answer = {"role": "assistant", "content": "PLACEHOLDER"}
+    text = tokenizer.apply_chat_template([question, answer], tokenize=False)
+    tail = text.rpartition("PLACEHOLDER")[2]
     tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
     ends = [tail.index(token) + len(token) for token in tokens if token in tail]
     return tail, tail[: min(ends)] if ends else tokenizer.eos_token
@@ -916,7 +926,8 @@ def encode(texts, tokenizer, is_chat=False):
         for text, ids in zip(texts[start:], batch):
             if not unknown.isdisjoint(ids):
                 sys.exit(f"error: row {len(rows) + 1}: --model has no token for a part of {text!r:.60}")
-            rows.append(np.array(ids[:-1] if adds_eos else ids, np.int32))
+            ids = ids[:-1] if adds_eos else ids
+            rows.append(np.array(ids, np.int32))
     return rows
 
 
@@ -953,10 +964,10 @@ def load_model(auto_class, name, new_weights=()):
     missing, which the library would draw at random; those of a new head may be."""
     require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: see tools/merge.py")
     tokenizer = load_tokenizer(name)
-    is_quantised = hasattr(AutoConfig.from_pretrained(name), "quantization_config")
-    require(not is_quantised, f"{name} is quantised: use the model that it was made of")
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
+    is_quantised = hasattr(model.config, "quantization_config")
+    require(not is_quantised, f"{name} is quantised: use the model that it was made of")
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
     require(not wrong, f"{name} is not a {type(model).__name__}: weights are missing or unexpected: {list(wrong)[:3]}")
     if tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
@@ -1017,8 +1028,10 @@ def start(args):
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:
         folder.mkdir(parents=True, exist_ok=True)
-        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb", "metrics.jsonl"}  # no step
+        of_no_step = {"args.json", ".lock", "wandb", "metrics.jsonl"}  # a run that made no step leaves these
+        others = {file.name for file in folder.iterdir()} - of_no_step
         require(not others, f"--output-dir {folder} has files: {sorted(others)[:3]}")
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
     device_type = torch.device(args.device).type
     if "RANK" in os.environ and not dist.is_initialized():
         if device_type == "cuda":
@@ -1110,7 +1123,7 @@ def clip_gradient(parameters, max_norm):
 
 # --- The run
 class Run:
-    """The output of a run: progress bar, metrics.jsonl, W&B, samples, checkpoints, and at the end model and curves.
+    """The output of a run: progress bar, metrics.jsonl, W&B, checkpoints, and at the end the model.
     `state` is what one step hands to the next. On a CPU, a resumed run equals an uninterrupted one bit for bit."""
 
     def __init__(self, args, num_steps, optimizer, schedule, state, **models):
@@ -1137,7 +1150,8 @@ class Run:
         if RANK:
             return
         revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
-        (self.output / "args.json").write_text(json.dumps(asdict(args) | {"revision": revision}, indent=2))
+        about = asdict(args) | {"revision": revision}
+        (self.output / "args.json").write_text(json.dumps(about, indent=2))
         if args.track:
             import wandb
 
@@ -1146,7 +1160,8 @@ class Run:
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
         after the current step."""
-        numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        names = ("SIGINT", "SIGTERM", "SIGHUP")
+        numbers = [number for number in signal.Signals if number.name in names]
         numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
         handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
         while self.step < self.num_steps and not self.stop_requested:
@@ -1183,33 +1198,25 @@ class Run:
         """Whether this step is a multiple of `every`, or the last one."""
         return self.step % max(1, every) == 0 or self.step == self.num_steps
 
-    def show(self, columns, tensors):
-        """Prints rows of texts, and saves the tensors that belong to them in samples/, for tools/xray.py."""
-        if RANK:
-            return
-        for row in zip(*columns.values()):
-            for name, text in zip(columns, row):
-                self.bar.write(f"{name}: {text}")
-            self.bar.write("")
-        tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
-        (self.output / "samples").mkdir(exist_ok=True)
-        save_file(tensors, self.output / f"samples/step-{self.step:08d}.safetensors")
-
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         weights, optimizer = get_state_dict(self.models, self.optimizer, options=options)
         if RANK:
             return
-        saved = {"step": self.step, "state": self.state, "weights": weights, "moments": optimizer["state"]}
-        saved["num_bytes"] = (self.output / "metrics.jsonl").stat().st_size
+        num_bytes = (self.output / "metrics.jsonl").stat().st_size
+        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]  # without tied ones
+        weights = {name: weights[name] for name in trained}
+        saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
+        saved |= {"weights": weights, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=folder) as unfinished:  # is removed if the disk is full
             file = Path(unfinished, f"step-{self.step:08d}.pt")
             torch.save(saved, file)
             file.rename(folder / file.name)
-        for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
+        files = sorted(folder.glob("step-*.pt"))
+        for old in files[: -self.args.save_total_limit]:
             old.unlink()
 
     def restore(self):
