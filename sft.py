@@ -546,10 +546,10 @@ def load_model(auto_class, name, new_weights=()):
     missing, which the library would draw at random; those of a new head may be."""
     require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: see tools/merge.py")
     tokenizer = load_tokenizer(name)
+    is_quantised = hasattr(AutoConfig.from_pretrained(name), "quantization_config")
+    require(not is_quantised, f"{name} is quantised: use the model that it was made of")
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
-    is_quantised = hasattr(model.config, "quantization_config")
-    require(not is_quantised, f"{name} is quantised: use the model that it was made of")
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
     require(not wrong, f"{name} is not a {type(model).__name__}: weights are missing or unexpected: {list(wrong)[:3]}")
     if tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
