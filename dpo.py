@@ -694,7 +694,7 @@ def place(model, args):
         mesh = dist.init_device_mesh(torch.device(args.device).type, (WORLD_SIZE,))
         roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
         norms = [module for module in model.modules() if "Norm" in type(module).__name__]  # one group, in float32
-        for module in [norms, *layers, *roots]:
+        for module in ([norms] if norms else []) + layers + roots:
             sent = torch.bfloat16 if args.bf16 and module in layers else None  # the type of what is gathered
             policy = MixedPrecisionPolicy(sent, torch.float32, cast_forward_inputs=False)
             fully_shard(module, mesh=mesh, reshard_after_forward=args.zero_stage == 3, mp_policy=policy)

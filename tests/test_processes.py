@@ -37,7 +37,7 @@ RUNS = {  # name: settings of both runs, settings of the run on two processes al
     "ppo": (REWARDS_OF_PPO | dict(num_mini_batches=2, seed=2), BOTH),
     "ppo adapter": (dict(lora_r=4), WEIGHTS_SHARED),
     "ppo stage 2": (dict(eval_steps=1), {}),
-    "ppo bfloat16": (dict(bf16=True, learning_rate=2e-4, micro_batch_size=2), WEIGHTS_SHARED),
+    "ppo bfloat16": (dict(bf16=True, learning_rate=2e-6, micro_batch_size=2), WEIGHTS_SHARED),
     "rloo": (dict(num_mini_batches=2), {}),
     "rloo adapter": (dict(lora_r=4), WEIGHTS_SHARED),
     "grpo": (EQUAL_GROUPS, {}),

@@ -57,7 +57,7 @@ def test_a_batch_may_be_cut_anyhow_and_recomputed(name, whole, settings_of, tmp_
         settings["local_rollout_forward_batch_size"] = 5
     size = kept(name, tmp_path / "run", **settings)
     assert_close_runs(tmp_path / "run", whole(name)[0], edge=0.02, weights=2e-6 if name in ON_PROMPTS else 2e-4)
-    assert size < 0.8 * whole(name)[1]
+    assert size < 0.9 * whole(name)[1]  # logits are kept
 
 
 @pytest.mark.parametrize("name", slow_but(["ppo"], ON_TOKENS))
