@@ -528,6 +528,7 @@ def update(policy, optimizer, rollout, args):
     stats["val/ratio_var"] = max(0.0, stats["val/ratio_var"] - stats["val/ratio"] ** 2)  # so far, the mean square
     stats["policy/grad_norm"] = np.mean(norms).item()
     stats["val/skipped_steps"] = sum(not math.isfinite(norm) for norm in norms)
+    stats["val/clipfrac_avg"] = 0.0  # of a critic: TRL's page of RLOO lists it, too
     return stats
 
 
