@@ -57,7 +57,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import diffusers
@@ -554,8 +553,11 @@ def load_rows(args):
     for number, row in enumerate(rows, 1):
         require(isinstance(row.get("prompt"), str), f"row {number} of {path}: 'prompt' is not a text")
     tokenizer = AutoTokenizer.from_pretrained(args.model, subfolder="tokenizer")
-    ids = tokenizer(rows[0]["prompt"], truncation=True)["input_ids"]
-    print(f"train: {len(rows)} rows of {path}; the first one, as the text encoder reads it: {tokenizer.decode(ids)!r}")
+    ids = tokenizer([row["prompt"] for row in rows])["input_ids"]
+    limit = tokenizer.model_max_length
+    num_cut = sum(len(x) > limit for x in ids)
+    print(f"train: {len(rows)} rows of {path}; {num_cut} prompts are truncated to {limit} tokens")
+    print(f"the first one, as the text encoder reads it: {tokenizer.decode(ids[0][:limit])!r}")
     return rows
 
 
@@ -576,8 +578,9 @@ run_file = cache(runpy.run_path)  # once for all functions of a file: a judge is
 def read_rewards(returned, n, name):
     """(n,) the rewards that a function returned: finite numbers, or None, which becomes NaN."""
     values = returned.tolist() if hasattr(returned, "tolist") else returned
+    values = values if isinstance(values, (list, tuple)) else []
     rewards = torch.tensor([0.0 if x is None else x for x in values], dtype=torch.float32)
-    is_right = isinstance(values, (list, tuple)) and rewards.shape == (n,) and rewards.isfinite().all()
+    is_right = rewards.shape == (n,) and rewards.isfinite().all()
     require(is_right, f"{name} should return {n} numbers or None, one for each response, not {returned!r:.60}")
     return rewards.masked_fill(torch.tensor([x is None for x in values]), math.nan)
 
@@ -636,10 +639,8 @@ def start(args):
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:
         folder.mkdir(parents=True, exist_ok=True)
-        of_no_step = {"args.json", ".lock", "wandb", "metrics.jsonl"}  # a run that made no step leaves these
-        others = {file.name for file in folder.iterdir()} - of_no_step
+        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb"}  # of a run without a step
         require(not others, f"--output-dir {folder} has files: {sorted(others)[:3]}")
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
     device_type = torch.device(args.device).type
     if "RANK" in os.environ and not dist.is_initialized():
         if device_type == "cuda":
@@ -695,6 +696,7 @@ class Run:
         self.step = 0
         self.stop_requested = False
         self.shown = {}  # metrics beside the bar
+        self.lines = []  # of metrics.jsonl; that of step 0 waits for step 1
         self.output = Path(args.output_dir)  # only process 0 writes to it
         self.lock = FileLock(self.output / ".lock")  # until the process ends
         if not RANK:
@@ -710,8 +712,7 @@ class Run:
         if RANK:
             return
         revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
-        about = asdict(args) | {"revision": revision}
-        (self.output / "args.json").write_text(json.dumps(about, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args) | {"revision": revision}, indent=2))
         if args.track:
             import wandb
 
@@ -720,8 +721,7 @@ class Run:
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
         after the current step."""
-        names = ("SIGINT", "SIGTERM", "SIGHUP")
-        numbers = [number for number in signal.Signals if number.name in names]
+        numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
         numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
         handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
         while self.step < self.num_steps and not self.stop_requested:
@@ -747,10 +747,12 @@ class Run:
         self.shown |= {name.replace("objective/", ""): stats[name] for name in shown if name in stats}
         self.bar.set_postfix(self.shown, refresh=False)
         self.bar.update(self.step - self.bar.n)
-        if not RANK:
-            line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
+        line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
+        self.lines.append(json.dumps(line) + "\n")
+        if self.step and not RANK:
             with open(self.output / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.writelines(self.lines)
+            self.lines.clear()
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
@@ -771,10 +773,12 @@ class Run:
         saved |= {"weights": weights, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
-        with TemporaryDirectory(dir=folder) as unfinished:  # is removed if the disk is full
-            file = Path(unfinished, f"step-{self.step:08d}.pt")
-            torch.save(saved, file)
-            file.rename(folder / file.name)
+        unfinished = folder / "unfinished.pt"
+        try:
+            torch.save(saved, unfinished)
+            unfinished.rename(folder / f"step-{self.step:08d}.pt")
+        finally:
+            unfinished.unlink(missing_ok=True)  # if the disk is full
         files = sorted(folder.glob("step-*.pt"))
         for old in files[: -self.args.save_total_limit]:
             old.unlink()
@@ -783,7 +787,6 @@ class Run:
         """Continues from the newest checkpoint, with the settings of this run."""
         found = sorted(self.output.glob("checkpoints/step-*.pt"))
         require(found, f"{self.output} has no checkpoint")
-        print(f"reading {found[-1]} (if it is damaged, remove it)")
         saved = torch.load(found[-1], map_location="cpu", weights_only=True)
         options = StateDictOptions(full_state_dict=True, strict=False)  # it has the trained weights alone
         _, optimizer = get_state_dict(self.models, self.optimizer, options=options)
@@ -802,7 +805,7 @@ class Run:
         save_model(self.models["model"], self.output)
         if RANK:
             return
-        print(f"saved in {self.output}: the model, and metrics.jsonl (tools/xray.py shows curves and samples)")
+        print(f"saved in {self.output}: the model, and metrics.jsonl (tools/card.py draws it)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
         self.lock.release()
@@ -819,7 +822,7 @@ def read_command_line():
     args = read(default=Args(**saved))
     for name in {"reward_fn", "env"} & saved.keys():
         is_named = getattr(args, name) == getattr(given, name)
-        require(is_named, f"--resume: give the files of code again: --{name} {getattr(args, name)}")
+        require(is_named, f"--resume: give the option that names code again: {name} {getattr(args, name)}")
     return args
 
 

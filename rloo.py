@@ -55,7 +55,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
 import numpy as np
@@ -369,12 +368,12 @@ def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
 
 
 class SlicedLogprobs(torch.autograd.Function):
-    """token_logprobs of logits (b, T, V), in slices of 4 MB: beside the logits, no other tensor has their size."""
+    """token_logprobs of logits (b, T, V), in slices of 4 MB (64 MB on a GPU): no other tensor has the logits' size."""
 
     @staticmethod
     def slices(logits, *columns):
         """Splits logits (b, T, V) to (n, V), and columns (b, T) to (n,)."""
-        n = max(1, 2**20 // logits.shape[-1])
+        n = max(1, (2**20 if logits.is_cpu else 2**24) // logits.shape[-1])
         return zip(logits.flatten(0, 1).split(n), *(x.flatten().split(n) for x in columns))
 
     @staticmethod
@@ -689,8 +688,9 @@ def function_reward(function, rollout, tokenizer, args):
 def read_rewards(returned, n, name):
     """(n,) the rewards that a function returned: finite numbers, or None, which becomes NaN."""
     values = returned.tolist() if hasattr(returned, "tolist") else returned
+    values = values if isinstance(values, (list, tuple)) else []
     rewards = torch.tensor([0.0 if x is None else x for x in values], dtype=torch.float32)
-    is_right = isinstance(values, (list, tuple)) and rewards.shape == (n,) and rewards.isfinite().all()
+    is_right = rewards.shape == (n,) and rewards.isfinite().all()
     require(is_right, f"{name} should return {n} numbers or None, one for each response, not {returned!r:.60}")
     return rewards.masked_fill(torch.tensor([x is None for x in values]), math.nan)
 
@@ -749,7 +749,8 @@ def read_rows(args, split):
     else:
         import datasets
 
-        require(not Path(args.dataset.split("/")[0]).is_dir(), f"--dataset {path}: there is no such file or folder")
+        is_path = Path(args.dataset.split("/")[0]).expanduser().is_dir()
+        require(not is_path, f"--dataset {path}: there is no such file or folder")
         splits = dict.fromkeys(datasets.get_dataset_split_names(args.dataset, args.dataset_config), path)
     if split not in splits and split in (None, "validation"):
         return []
@@ -794,8 +795,9 @@ def render(messages, row, tokenizer, **options):
     """Renders messages with the chat template, which gets the row's `tools` and `chat_template_kwargs` (as in TRL).
     Refuses a row of which the template leaves something out."""
     settings = row.get("chat_template_kwargs") or {}
-    require("chat_template" not in settings, "chat_template_kwargs should have no template")
-    options |= {"tools": row.get("tools"), "tokenize": False} | settings
+    is_plain = isinstance(settings, dict) and "chat_template" not in settings
+    require(is_plain, f"chat_template_kwargs should be an object, without a template: {settings!r:.60}")
+    options = settings | {"tools": row.get("tools"), "tokenize": False} | options
     text = tokenizer.apply_chat_template(messages, **options)
     for message in messages:
         require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
@@ -822,9 +824,9 @@ def encode(texts, tokenizer, is_chat=False):
     rows = []
     for start in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
         batch = tokenizer(texts[start : start + 1000], add_special_tokens=not is_chat)["input_ids"]
-        for text, ids in zip(texts[start:], batch):
+        for ids in batch:
             if not unknown.isdisjoint(ids):
-                sys.exit(f"error: row {len(rows) + 1}: --model has no token for a part of {text!r:.60}")
+                sys.exit(f"error: row {len(rows) + 1}: --model has no token for a part of {texts[len(rows)]!r:.60}")
             ids = ids[:-1] if adds_eos else ids
             rows.append(np.array(ids, np.int32))
     return rows
@@ -851,8 +853,8 @@ def make_seed(*numbers):
 # --- Models -----------------------------------------------------------------------------------------------------------
 def load_tokenizer(name):
     """Loads a tokenizer from a folder or the hub."""
-    is_path = Path(name.split("/")[0]).is_dir()  # the library would look for a wrong path on the hub
-    require(Path(name).exists() or not is_path, f"--model {name}: there is no such folder")
+    is_path = Path(name.split("/")[0]).expanduser().is_dir()  # the library would look for a wrong path on the hub
+    require(Path(name).exists() or not is_path, f"there is no folder {name}")
     tokenizer = AutoTokenizer.from_pretrained(name)
     require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has no EOS token, which ends a text")
     return tokenizer
@@ -927,10 +929,8 @@ def start(args):
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:
         folder.mkdir(parents=True, exist_ok=True)
-        of_no_step = {"args.json", ".lock", "wandb", "metrics.jsonl"}  # a run that made no step leaves these
-        others = {file.name for file in folder.iterdir()} - of_no_step
+        others = {file.name for file in folder.iterdir()} - {"args.json", ".lock", "wandb"}  # of a run without a step
         require(not others, f"--output-dir {folder} has files: {sorted(others)[:3]}")
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
     device_type = torch.device(args.device).type
     if "RANK" in os.environ and not dist.is_initialized():
         if device_type == "cuda":
@@ -1034,6 +1034,7 @@ class Run:
         self.step = 0
         self.stop_requested = False
         self.shown = {}  # metrics beside the bar
+        self.lines = []  # of metrics.jsonl; that of step 0 waits for step 1
         self.output = Path(args.output_dir)  # only process 0 writes to it
         self.lock = FileLock(self.output / ".lock")  # until the process ends
         if not RANK:
@@ -1049,8 +1050,7 @@ class Run:
         if RANK:
             return
         revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
-        about = asdict(args) | {"revision": revision}
-        (self.output / "args.json").write_text(json.dumps(about, indent=2))
+        (self.output / "args.json").write_text(json.dumps(asdict(args) | {"revision": revision}, indent=2))
         if args.track:
             import wandb
 
@@ -1059,8 +1059,7 @@ class Run:
     def steps(self):
         """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
         after the current step."""
-        names = ("SIGINT", "SIGTERM", "SIGHUP")
-        numbers = [number for number in signal.Signals if number.name in names]
+        numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
         numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
         handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
         while self.step < self.num_steps and not self.stop_requested:
@@ -1086,10 +1085,12 @@ class Run:
         self.shown |= {name.replace("objective/", ""): stats[name] for name in shown if name in stats}
         self.bar.set_postfix(self.shown, refresh=False)
         self.bar.update(self.step - self.bar.n)
-        if not RANK:
-            line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
+        line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
+        self.lines.append(json.dumps(line) + "\n")
+        if self.step and not RANK:
             with open(self.output / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.writelines(self.lines)
+            self.lines.clear()
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
@@ -1110,10 +1111,12 @@ class Run:
         saved |= {"weights": weights, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
         folder.mkdir(exist_ok=True)
-        with TemporaryDirectory(dir=folder) as unfinished:  # is removed if the disk is full
-            file = Path(unfinished, f"step-{self.step:08d}.pt")
-            torch.save(saved, file)
-            file.rename(folder / file.name)
+        unfinished = folder / "unfinished.pt"
+        try:
+            torch.save(saved, unfinished)
+            unfinished.rename(folder / f"step-{self.step:08d}.pt")
+        finally:
+            unfinished.unlink(missing_ok=True)  # if the disk is full
         files = sorted(folder.glob("step-*.pt"))
         for old in files[: -self.args.save_total_limit]:
             old.unlink()
@@ -1122,7 +1125,6 @@ class Run:
         """Continues from the newest checkpoint, with the settings of this run."""
         found = sorted(self.output.glob("checkpoints/step-*.pt"))
         require(found, f"{self.output} has no checkpoint")
-        print(f"reading {found[-1]} (if it is damaged, remove it)")
         saved = torch.load(found[-1], map_location="cpu", weights_only=True)
         options = StateDictOptions(full_state_dict=True, strict=False)  # it has the trained weights alone
         _, optimizer = get_state_dict(self.models, self.optimizer, options=options)
@@ -1141,7 +1143,7 @@ class Run:
         save_model(self.models["model"], self.output)
         if RANK:
             return
-        print(f"saved in {self.output}: the model, and metrics.jsonl (tools/xray.py shows curves and samples)")
+        print(f"saved in {self.output}: the model, and metrics.jsonl (tools/card.py draws it)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
         self.lock.release()
@@ -1171,7 +1173,7 @@ def read_command_line():
     args = read(default=Args(**saved))
     for name in {"reward_fn", "env"} & saved.keys():
         is_named = getattr(args, name) == getattr(given, name)
-        require(is_named, f"--resume: give the files of code again: --{name} {getattr(args, name)}")
+        require(is_named, f"--resume: give the option that names code again: {name} {getattr(args, name)}")
     return args
 
 

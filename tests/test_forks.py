@@ -563,10 +563,12 @@ def test_draws_are_counted(tmp_path, tiny, uneven, monkeypatch):
     (tmp_path / "r.py").write_text("def same(prompts, **_):\n    return [1.0] * len(prompts)\n")
     settings = tiny["grpo"] | dict(dynamic_sampling=2, reward_fn=(f"{tmp_path}/r.py:same",))
     settings["dataset"] = uneven("prompts", 12)  # for two passes
-    drawn = []
+    drawn, read = [], []
     watch(monkeypatch, module, "sample_batch", lambda r, *_: drawn.append([row["prompt"] for row in r.examples[::4]]))
+    watch(monkeypatch, module, "update", lambda _, policy, optimizer, r, args: read.append(r.joined()[1].sum()))
     *_, last = run(module, tmp_path / "out", **settings, save_steps=3, save_total_limit=1)
     assert len(drawn) == 9 and last["sampled_batches"] == 3
+    assert last["num_tokens"] == sum(read)  # TRL: prompts included
     run_main(module, "--resume", tmp_path / "out", "--total-episodes", 32, "--reward-fn", *settings["reward_fn"])
     prompts = sum(drawn, [])
     assert [len(set(prompts[:12])), len(set(prompts[12:]))] == [12, 12] and len(prompts) == 24

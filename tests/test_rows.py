@@ -143,6 +143,8 @@ WRONG += [  # scripts, what is wrong, three good rows, the wrong row, and settin
     (OF_PAIRS, "a text and messages", PAIR, PAIR | dict(chosen=say("Good."))),
     (OF_PAIRS, "no answer", TALKS, TALKS | dict(rejected=talk("The film?"))),
     (OF_PAIRS, "another beginning", TALKS, TALKS | dict(rejected=talk("The book?", "Bad."))),
+    (OF_PAIRS, "the prompt in messages", TALKS, TALKS | dict(prompt=talk("The film?"))),
+    (OF_PAIRS, "a text beside talks", TALKS, TALKS | dict(prompt="The film?")),
 ]
 CASES = [pytest.param((name, *rows), id=f"{name}-{what}") for names, what, *rows in WRONG for name in names]
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs/xray/index.html"
 VIEWER = Path(__file__).resolve().with_name("xray.html")
 PLACE = "<!-- data -->\n"  # where the viewer takes it
-SCRIPTS = ("ppo", "rloo", "grpo", "dpo")
+SCRIPTS = ("ppo", "rloo", "grpo")
 # tensor -> its name on the page, whether it has both signs (else it is 0 or less), and its description
 QUANTITIES = {
     "advantages": (
