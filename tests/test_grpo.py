@@ -179,15 +179,17 @@ def test_a_gradient_does_not_change_with_constants_order_padding_and_cuts(loss_t
     close(an_update(SCORES, micro_batch_size=12, **settings)[0], part)
 
 
-@pytest.mark.parametrize("num_unequal, beta", [(0, 0.0), (4, 0.0), (0, 0.1)])
-def test_equal_scores_need_no_backward_pass(num_unequal, beta, monkeypatch):
+@pytest.mark.parametrize(
+    "num_unequal, beta, size, num_passes", [(0, 0, 4, 1), (4, 0, 4, 1), (4, 0, 3, 2), (0, 0.1, 4, 3)]
+)
+def test_equal_scores_need_no_backward_pass(num_unequal, beta, size, num_passes, monkeypatch):
     """The gradient and the metrics are those of a pass over all rows, also if no group differs. With a KL in the loss,
     every row has a gradient."""
     scores = torch.tensor([7.0] * 8 + [1, 2, 2, 1][:num_unequal] + [7.0] * (4 - num_unequal))
     passes = []
     watch(monkeypatch, torch.Tensor, "backward", lambda *_, **__: passes.append(1))
-    quick, quick_stats = an_update(scores, micro_batch_size=4, beta=beta)
-    assert len(passes) == (3 if beta else 1)
+    quick, quick_stats = an_update(scores, micro_batch_size=size, beta=beta)
+    assert len(passes) == num_passes
     plain, stats = an_update(scores, micro_batch_size=12, beta=beta)
     close(quick, plain)
     assert stats == pytest.approx(quick_stats, rel=1e-4, abs=1e-6)

@@ -48,3 +48,15 @@ def test_shared_prompts_change_nothing(kind, bf16):
     P, T = rollout.prompts.shape[1], rollout.mask.shape[1]
     assert whole_sizes == [6 * (P + T)]
     assert sizes == (whole_sizes if kind in WITHOUT else [4 * P, 6 * T])
+
+
+def test_the_sampler_reads_a_prompt_once():
+    """Of six rows with four prompts of P columns, at the first token."""
+    policy = tiny_model("gpt2")
+    policy.stop_token_ids = [2]
+    rollout = groups(policy)
+    sizes = []
+    policy.register_forward_pre_hook(lambda *x: sizes.append(x[2]["input_ids"].shape), with_kwargs=True)
+    uniforms = torch.rand(6, 3, generator=torch.Generator().manual_seed(0))
+    grpo.sample(policy, rollout.prompts, rollout.prompt_mask, uniforms, 1.0)
+    assert sizes[0] == (4, rollout.prompts.shape[1])

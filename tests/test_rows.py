@@ -9,7 +9,10 @@ import pytest
 from runs import NAMES, ON_PROMPTS, is_in, run, tokens_read, write_rows
 from sources import ROOT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import ppo
 
 TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content | trim }}"
@@ -230,3 +233,13 @@ def f(prompts, completions, completion_ids, **_):
     return [float(y.startswith(" ")) for y in completions]""")
     rows = [{"prompt": text} for text in ("I thought", "The film", "My queen told me", "What")]
     start("ppo", rows, model=str(tmp_path / "model"), reward_fn=(f"{tmp_path}/r.py:f",), batch_size=16)
+
+
+def test_a_tokenizer_may_add_eos():
+    """A text goes on: what is read has no EOS at its end. (Some community models add it.)"""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    [plain] = ppo.encode(["The film"], tokenizer)
+    end = tokenizer.eos_token, tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
+    assert tokenizer("The film")["input_ids"][-1] == end[1]
+    assert [ids.tolist() for ids in ppo.encode(["The film"], tokenizer)] == [plain.tolist()]

@@ -16,6 +16,7 @@ import torch
 import yaml
 from runs import GOLD, NAMES, ON_PROMPTS, assert_same_run, checkpoints, cut, execute, fork, lines_of, main, run
 from runs import script, slow_but, untimed, watch, weights_of, words_of, write_rows
+from safetensors.torch import load_file
 from sources import ROOT, load
 from transformers import GenerationConfig
 
@@ -325,7 +326,9 @@ def test_tables(tmp_path, tiny):
     """As many tables as asked for, the last at the end, and one of the first batch."""
     run("ppo", tmp_path / "run", **tiny["ppo"] | dict(reward_fn=(GOLD,), num_sample_generations=1))
     files = tmp_path.glob("run/samples/step-*.safetensors")
-    assert sorted(int(file.stem.removeprefix("step-")) for file in files) == [1, 3]
+    tensors = {int(file.stem.removeprefix("step-")): load_file(file) for file in files}
+    assert sorted(tensors) == [1, 3]
+    assert {"responses", "mask", "old_logprobs", "kl", "values", "advantages", "scores"} <= tensors[3].keys()
 
 
 def test_a_card(tmp_path, tiny, monkeypatch):
