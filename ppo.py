@@ -709,7 +709,8 @@ def load_reward_model(args, policy):
 def choose_sizes(args, policy, prompts, eval_prompts):
     """Returns the settings with learning rate and batch sizes filled in, and prints them."""
     longest = max(len(row["input_ids"]) for row in prompts + eval_prompts) + args.response_length
-    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", longest)
+    config = policy.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", longest)
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
     size = policy.num_parameters()
     # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
@@ -717,17 +718,17 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     if args.lora_r:
         rate *= 10
     rate = args.learning_rate or float(f"{rate:.2g}")
-    tokens = min(8192, 2**29 // policy.config.get_text_config().vocab_size)  # of a pass on a GPU: at most 2**29 logits
+    tokens = min(8192, 2**29 // config.vocab_size)  # of a pass on a GPU: at most 2**29 logits
     rows = args.micro_batch_size or (16 if args.device == "cpu" else max(1, tokens // longest))
     parts = args.num_mini_batches * WORLD_SIZE
+    is_whole = args.batch_size % parts == 0
+    require(is_whole, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches")
     num_updates = args.total_episodes // args.batch_size
-    require(args.batch_size % parts == 0, f"--batch-size {args.batch_size} is no multiple of {parts}, the mini-batches")
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     sampled = args.local_rollout_forward_batch_size or 4 * rows
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
     print(f"{num_updates} updates of {args.batch_size} responses, at most {sampled} sampled, {rows} trained on at once")
-    sizes = {"learning_rate": rate, "micro_batch_size": rows, "local_rollout_forward_batch_size": sampled}
-    return replace(args, **sizes)
+    return replace(args, learning_rate=rate, micro_batch_size=rows, local_rollout_forward_batch_size=sampled)
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
