@@ -335,14 +335,17 @@ def play(policy, examples, prompts, prompt_mask, uniforms, args):
     attention_mask = prompt_mask.long()  # (B, P), one column more after each pass
     for t in range(T):
         logits = forward(policy, tokens, attention_mask, **options).logits  # (B, 1, V)
-        drawn, logprob = sample_categorical(logits[:, -1].float() / args.temperature, uniforms[:, t])  # (B,) each
+        scaled = logits[:, -1].float() / args.temperature  # (B, V)
+        drawn, logprob = sample_categorical(scaled, uniforms[:, t])  # (B,) each
         writes = ~over & torch.tensor([not answer for answer in answers])  # (B,)
         columns.append((logprob.cpu(), ~over, writes, turn.clone()))
         pairs = zip(answers, drawn.tolist())
-        stream[:, t] = torch.tensor([answer.pop(0) if answer else token for answer, token in pairs])
+        added = [answer.pop(0) if answer else token for answer, token in pairs]
+        stream[:, t] = torch.tensor(added)
         tokens = stream[:, [t]].to(prompts.device)  # (B, 1)
 
-        turn_ends = writes & (torch.isin(stream[:, t], stops) | (t == T - 1))  # (B,)
+        is_end = torch.isin(stream[:, t], stops) | (t == T - 1)  # (B,)
+        turn_ends = writes & is_end
         turn += turn_ends
         for i in turn_ends.nonzero().flatten().tolist():
             text = policy.tokenizer.decode(stream[i, starts[i] : t + 1], skip_special_tokens=True)
@@ -356,7 +359,8 @@ def play(policy, examples, prompts, prompt_mask, uniforms, args):
         if over.all():
             break
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
-    columns = [F.pad(torch.stack(column, 1), (0, T - 1 - t)) for column in zip(*columns)]  # (B, T) each
+    columns = [torch.stack(column, 1) for column in zip(*columns)]
+    columns = [F.pad(column, (0, T - 1 - t)) for column in columns]  # (B, T) each
     return [x.to(prompts.device) for x in (stream, *columns, rewards, ended)]
 
 

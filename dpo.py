@@ -343,7 +343,9 @@ def load_pairs(args, tokenizer, split):
 
     def texts_of(row):
         """The prompt, and the prompt with either answer, as the model reads them."""
-        prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
+        prompt = row.get("prompt")
+        chosen = row.get("chosen")
+        rejected = row.get("rejected")
         if not is_chat:
             check_text(prompt, "prompt")
             check_completion(prompt, chosen, "chosen")

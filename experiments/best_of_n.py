@@ -37,7 +37,9 @@ def load_policy():
     """The settings of ppo.py for many responses, and the initial policy."""
     sizes = {"micro_batch_size": 256, "local_rollout_forward_batch_size": 256}
     args = ppo.Args(temperature=0.7, response_length=53, **sizes)
-    policy, *_ = ppo.load_models(args)
+    policy, _ = ppo.load_models(args)
+    ppo.set_stop_tokens(policy, is_chat=False, temperature=args.temperature)
+    ppo.place(policy, args)
     return args, policy
 
 
@@ -47,12 +49,12 @@ def write_responses(seed: int, file: str) -> None:
     The latter show where PPO starts.
     """
     args, policy = load_policy()
-    prompts = ppo.load_prompts(args, policy.tokenizer)
+    prompts = ppo.load_prompts(args, policy.tokenizer, args.dataset_train_split)
     torch.manual_seed(seed)
     few = prompts[(seed - 1) * PROMPTS : seed * PROMPTS]
     rollout = ppo.sample_batch(policy, [x for x in few for _ in range(RESPONSES)] + prompts, args)
-    gold_score = ppo.load_function(ROOT / "toy/gold_score.py", "gold_score")
-    gold = ppo.function_reward(gold_score, rollout, policy.tokenizer, args)
+    [gold_score] = ppo.load_reward_fns(replace(args, reward_fn=(f"{ROOT}/toy/gold_score.py:gold_score",))).values()
+    gold = gold_score(rollout, policy.tokenizer, args)
     names = ("prompts", "prompt_mask", "responses", "mask", "ended", "old_logprobs")
     torch.save({name: getattr(rollout, name) for name in names} | {"gold": gold}, file)
 
@@ -62,8 +64,9 @@ def score_responses(reward_model: Path, responses: str) -> tuple[np.ndarray, np.
     args, policy = load_policy()
     data = torch.load(responses)
     gold = data.pop("gold").numpy().astype(float)
-    rollout = ppo.Rollout(**data, rows=[{}] * len(gold))
+    rollout = ppo.Rollout(**data, examples=[{}] * len(gold))
     model = ppo.load_reward_model(replace(args, reward_model=str(reward_model)), policy)
+    ppo.place(model, args)
     proxy = ppo.model_reward(model, rollout, policy.tokenizer, args)
     return proxy.numpy().astype(float), gold
 

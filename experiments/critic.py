@@ -8,6 +8,7 @@ python experiments/critic.py 1                                     # the seed
 import json
 import sys
 from copy import copy, deepcopy
+from functools import partial
 
 import torch
 from record import ROOT
@@ -31,15 +32,16 @@ def explained_variance(returns, values, mask):
 
 def sample_batches(args, policy, reward_fns):
     """Six batches of responses with their scores. The policy is the reference, so there is no KL."""
-    prompts = ppo.load_prompts(args, policy.tokenizer)
-    args = ppo.choose_sizes(args, policy, prompts)
+    prompts = ppo.load_prompts(args, policy.tokenizer, args.dataset_train_split)
+    ppo.set_stop_tokens(policy, isinstance(prompts[0]["prompt"], list), args.temperature)
+    args = ppo.choose_sizes(args, policy, prompts, [])
     order = [i for number in range(2) for i in ppo.shuffled(len(prompts), args.seed, number)]
     for step in range(1, UPDATES + 1):
         ppo.set_seed(ppo.make_seed(args.seed, step))
         rows = [prompts[i] for i in order[(step - 1) * args.batch_size : step * args.batch_size]]
         rollout = ppo.sample_batch(policy, rows, args)
         rollout.kl = torch.zeros_like(rollout.old_logprobs)
-        ppo.score_responses(rollout, reward_fns, policy.tokenizer, args)
+        ppo.score_batch(rollout, reward_fns, policy.tokenizer, args)
         yield rollout
 
 
@@ -60,8 +62,10 @@ def main(seed):
     models = dict(model="models/smollm2", reward_model="runs/real/reward-model-1", dataset="runs/real/data/opinions")
     args = ppo.Args(**models, **sizes, seed=seed, total_episodes=64 * UPDATES, kl_coef=0.02, device="cpu")
     ppo.start(args)
-    policy, _, first_critic, reward_model = ppo.load_models(args)
-    batches = list(sample_batches(args, policy, ppo.load_reward_fns(args, reward_model)))
+    policy, _ = ppo.load_models(args)
+    first_critic, reward_model = ppo.load_critic(args, policy)
+    reward_fns = {"reward_model": partial(ppo.model_reward, reward_model)}
+    batches = list(sample_batches(args, policy, reward_fns))
     for name, (is_zero, rate, clip) in STARTS.items():
         ppo.set_seed(seed)
         critic = deepcopy(first_critic)

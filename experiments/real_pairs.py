@@ -68,8 +68,8 @@ def rewards_of(reward_model: Path | str, answers: list[dict]) -> list[float]:
     prompts, prompt_mask = ppo.pad(columns[0], tokenizer, args, "left")  # (B, P)
     responses, mask = ppo.pad(columns[1], tokenizer, args)  # (B, T)
     ended = torch.tensor(ended, device=args.device)
-    rollout = ppo.Rollout(prompts, prompt_mask, responses, mask, ended, old_logprobs=None, rows=answers)
-    return tool.load_reward(str(reward_model), policy, args)(rollout).tolist()
+    rollout = ppo.Rollout(prompts, prompt_mask, responses, mask, ended, old_logprobs=None, examples=answers)
+    return tool.load_reward(str(reward_model), policy, answers, args)(rollout).tolist()
 
 
 def write_best() -> None:
