@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 def play(names: dict, rows: list[int], temperature: float) -> tuple[list[list[str]], list[float], list[int]]:
     """Episodes from these rows of the data: the words of each, what it earned, and how many turns it had."""
-    games, ids, attention_mask = names["start"](rows)
+    games, ids, attention_mask = names["start_games"](rows)
     uniforms = torch.rand(len(rows), names["args"].response_length)
     stream, _, mask, written, turn, rewards = names["play"](
         names["policy"], names["tokenizer"], games, ids, attention_mask, uniforms, temperature

@@ -74,14 +74,16 @@ def judge_checkpoints(algorithm: str, settings: Path, output: Path) -> None:
         model = kind.from_pretrained(checkpoint).eval()
         model.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
         if algorithm == "sft":
+            sft.set_stop_tokens(model, is_chat=False, temperature=1.0)
             texts = script.load_texts(args, model.tokenizer, args.dataset_test_split)
             found = script.evaluate(model, texts, args)
         else:
             model.config.reward_bias = 0.0  # which TRL does not have
             pairs = script.load_pairs(args, model.tokenizer, args.dataset_test_split)
-            models = [model]
             if algorithm == "dpo":
-                models.append(script.load_models(args)[1])
-            found = script.evaluate(*models, pairs, args)
+                _, reference = dpo.load_models(args)
+                found = dpo.evaluate(model, reference, pairs, [], args)
+            else:
+                found = reward_model.evaluate(model, pairs, args)
         lines.append(json.dumps({"step": step_of(checkpoint)} | found) + "\n")
     (output / "metrics.jsonl").write_text("".join(lines))

@@ -49,6 +49,8 @@ def encode(prompt: str | list, completion: str | list, has_end: bool, options: d
     """The tokens of a prompt with its completion, up to the token that ends it, if it has one."""
     tokenizer, _ = load()
     if isinstance(prompt, list):
+        if not tokenizer.chat_template:
+            sys.exit(f"error: the rows are messages, but {MODEL} has no chat template: give another reward")
         behind, end = turn_end()
         text = tokenizer.apply_chat_template(prompt + completion, tokenize=False, **options).removesuffix(behind)
         return tokenizer(text + end * has_end, add_special_tokens=False)["input_ids"]

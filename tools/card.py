@@ -7,6 +7,8 @@ In the curves, dots are training, and a line is held out. (tools/xray.py shows c
 
 import argparse
 import json
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas
@@ -18,6 +20,8 @@ CURVES = r"scores?$|^(eval/)?reward$|/mean$|loss$|accurac(y|ies)$|/(chosen|rejec
 
 def draw(folder: Path) -> None:
     """Writes curves.png: a panel for each metric of CURVES, over the steps."""
+    if not find_spec("matplotlib"):
+        sys.exit("error: the curves need matplotlib: pip install -r requirements-more.txt")
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True).astype(float)
     first = lines.loc[0].dropna().index
     has_step_0 = first.str.match("eval/|perf/").all()  # an evaluation before the first update
