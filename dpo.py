@@ -346,6 +346,7 @@ def load_pairs(args, tokenizer, split):
         prompt = row.get("prompt")
         chosen = row.get("chosen")
         rejected = row.get("rejected")
+        require(chosen and rejected, "a pair has 'chosen' and 'rejected'")
         if not is_chat:
             check_text(prompt, "prompt")
             check_completion(prompt, chosen, "chosen")

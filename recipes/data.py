@@ -583,7 +583,9 @@ def rename(rows: list[dict], named: dict[str, str]) -> list[dict]:
         require(column in rows[0], f"there is no column {column!r}, but {', '.join(rows[0])}")
         if name in rows[0] and name != column:
             lost = [number for number, row in enumerate(rows, 1) if row[name] and not row[column]]
-            message = f"of {name}, which {column} would replace, these rows have a value, and of {column} none: {lost[:9]}"
+            message = (
+                f"of {name}, which {column} would replace, these rows have a value, and of {column} none: {lost[:9]}"
+            )
             require(not lost, message)
             print(f"not read: the column {name}, since {column} takes its place")
     others = [column for column in rows[0] if column not in (*named, *named.values())]
