@@ -57,6 +57,8 @@ def main() -> None:
         if not (course / name).exists():
             shutil.rmtree(course / "unfinished", ignore_errors=True)
             python(*shlex.split(command), "--output-dir", str(course / "unfinished"))
+            if (course / "unfinished/args.json").exists():  # of a script
+                python("tools/card.py", str(course / "unfinished"))
             (course / "unfinished").rename(course / name)
     for name in XRAYS:
         if not (course / name / "xray.html").exists():

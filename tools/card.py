@@ -15,7 +15,8 @@ import pandas
 
 ROOT = Path(__file__).resolve().parent.parent
 # metrics that have a panel
-CURVES = r"scores?$|^(eval/)?reward$|/mean$|loss$|accurac(y|ies)$|/(chosen|rejected)$|objective/kl$|eos_share$|length$"
+CURVES = r"scores?$|^(eval/)?reward(_mean)?$|/mean$|loss$|accurac(y|ies)$|/(chosen|rejected)$"
+CURVES += r"|objective/kl$|eos_share$|length$"
 
 
 def draw(folder: Path) -> None:
