@@ -327,7 +327,9 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature):
         responses[rows, t] = token
         logprobs[rows, t] = logprob
         has_ended |= torch.isin(token, stops)
-        kept = (~has_ended).nonzero().squeeze(1)
+        kept = torch.arange(len(rows), device=rows.device)
+        if rows.is_cpu or t % 8 == 7:  # a look makes a GPU wait
+            kept = (~has_ended).nonzero().squeeze(1)
         if t == T - 1 or len(kept) == 0:
             break
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
@@ -378,6 +380,7 @@ class SlicedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, tokens, temperature, with_entropy):
+        """Log-probabilities (b, T), and entropies (b, T), which have no gradient."""
         logits = logits.contiguous()
         ctx.save_for_backward(logits, tokens)
         ctx.temperature = temperature
@@ -1033,7 +1036,6 @@ class Run:
         self.models = nn.ModuleDict(models)
         self.step = 0
         self.stop_requested = False
-        self.shown = {}  # metrics beside the bar
         self.lines = []  # of metrics.jsonl; that of step 0 waits for step 1
         self.output = Path(args.output_dir)  # only process 0 writes to it
         self.lock = FileLock(self.output / ".lock")  # until the process ends
@@ -1082,8 +1084,7 @@ class Run:
     def log(self, stats, *shown):
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
         stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
-        self.shown |= {name.replace("objective/", ""): stats[name] for name in shown if name in stats}
-        self.bar.set_postfix(self.shown, refresh=False)
+        self.bar.set_postfix({name: stats[name] for name in shown if name in stats}, refresh=False)
         self.bar.update(self.step - self.bar.n)
         line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
         self.lines.append(json.dumps(line) + "\n")
