@@ -1,9 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = [
-#     "torch==2.13.0", "transformers==5.23.0", "diffusers==0.42.1", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
-#     "pydantic==2.14.3", "tqdm==4.70.1",
-# ]
+# dependencies = ["torch==2.13.0", "transformers==5.23.0", "diffusers==0.42.1", "datasets==5.2.0", "tyro==1.0.17",
+#     "wandb==0.31.0", "pydantic==2.14.3", "tqdm==4.70.1"]
 # ///
 """DDPO for diffusion models: policy + reward on images -> better policy.
 
@@ -174,7 +172,7 @@ def train(args):
         require(is_one, "first_ratio_error: sampling and update differ, perhaps by rounding: give both one batch size")
         stats |= rollout_stats(rollout, args)
         run.log(stats | {"epoch": epoch, "step": epoch * stats["step"]}, "reward_mean", "objective/kl")
-        if run.is_due(args.image_steps) and not RANK:
+        if (epoch % max(1, args.image_steps) == 0 or epoch == args.num_epochs) and not RANK:
             draw_images(run, chain, prompts, args)
         schedule.step()
     run.finish()
@@ -250,8 +248,7 @@ def ddim_step(scheduler, prediction, t, x, eta):
     a and a_prev are the shares of signal in the variances of x_t and x_{t-1} (DDIM, eq. 12 and 16). The network's
     prediction gives an estimate of image and noise in x_t, and these give the mean of x_{t-1}:
         x_t     = sqrt(a) image + sqrt(1 - a) noise
-        x_{t-1} = sqrt(a_prev) image + sqrt(1 - a_prev - sigma^2) noise + sigma z
-    """
+        x_{t-1} = sqrt(a_prev) image + sqrt(1 - a_prev - sigma^2) noise + sigma z"""
     config = scheduler.config
     t = t.view(-1, 1, 1, 1)
     t_prev = t - config.num_train_timesteps // scheduler.num_inference_steps
@@ -332,8 +329,7 @@ def image_rewards(function, part, args):
     """(b,) rewards of a user's function, with TRL's signature: f(images, prompts, metadata) -> numbers.
 
     The metadata of an image is its row of the dataset. As in TRL, the function may also return a pair, the numbers and
-    more metadata, which is ignored. Each process calls it for its images.
-    """
+    more metadata, which is ignored. Each process calls it for its images."""
     rows = deepcopy(part.examples)
     with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
         returned = function(part.images.clone(), [row["prompt"] for row in rows], rows)
@@ -381,8 +377,7 @@ def update(chain, optimizer, rollout, args):
     """Steps 4 and 5: `train_num_inner_epochs` passes over the images. Returns means of the metrics.
 
     The gradient of a mini-batch is that of the mean loss over its pairs of image and step, however it is split among
-    processes: gradients are averaged over them, so each divides its sum by the number of pairs / WORLD_SIZE.
-    """
+    processes: gradients are averaged over them, so each divides its sum by the number of pairs / WORLD_SIZE."""
     weights = optimizer.param_groups[0]["params"]
     B = len(rollout.scores)
     N = int(rollout.old_logprobs[0].isfinite().sum())  # leaves out a last step with sigma = 0
@@ -467,8 +462,7 @@ def load_chain(args):
     """Policy and reference, the UNet of a Stable Diffusion pipeline, in evaluation mode: dropout would move the ratio.
 
     The schedule is DDIM's in even steps, with the noise of the pipeline's own. Latents are not clipped, as in
-    StableDiffusionPipeline.
-    """
+    StableDiffusionPipeline."""
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")  # TF32 would move ratios out of the clip range
@@ -633,8 +627,7 @@ def autocast(args):
 
 # --- Processes
 def start(args):
-    """Makes the folder of the run, joins the processes of torchrun, and configures the libraries. Returns the settings
-    with the folder."""
+    """Makes the run's folder, which the returned settings name, joins torchrun's processes, configures libraries."""
     name = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:
@@ -718,8 +711,7 @@ class Run:
             self.wandb = wandb.init(id=self.output.name, resume="allow", dir=self.output, config=asdict(args))
 
     def steps(self):
-        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
-        after the current step."""
+        """Yields the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop after a step."""
         numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
         numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
         handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
@@ -727,8 +719,7 @@ class Run:
             self.step += 1
             self.step_started = time.perf_counter()
             yield self.step
-            wishes = all_reduce(torch.tensor(int(self.stop_requested)))
-            self.stop_requested = wishes.item() > 0  # in any process
+            self.stop_requested = all_reduce(torch.tensor(int(self.stop_requested))).item() > 0  # in any process
             if self.stop_requested or self.step % self.args.save_steps == 0:
                 self.save()
         for number, handler in handlers.items():
@@ -754,10 +745,6 @@ class Run:
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
-    def is_due(self, every):
-        """Whether this step is a multiple of `every`, or the last one."""
-        return self.step % max(1, every) == 0 or self.step == self.num_steps
-
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -765,8 +752,7 @@ class Run:
         if RANK:
             return
         num_bytes = (self.output / "metrics.jsonl").stat().st_size
-        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]  # without tied ones
-        weights = {name: weights[name] for name in trained}
+        weights = {name: weights[name] for name, p in self.models.named_parameters() if p.requires_grad}  # tied: once
         saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
         saved |= {"weights": weights, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
@@ -777,8 +763,7 @@ class Run:
             unfinished.rename(folder / f"step-{self.step:08d}.pt")
         finally:
             unfinished.unlink(missing_ok=True)  # if the disk is full
-        files = sorted(folder.glob("step-*.pt"))
-        for old in files[: -self.args.save_total_limit]:
+        for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
             old.unlink()
 
     def restore(self):
@@ -801,8 +786,6 @@ class Run:
         """Saves the model."""
         self.bar.close()
         save_model(self.models["model"], self.output)
-        if RANK:
-            return
         print(f"saved in {self.output}: the model, and metrics.jsonl (tools/card.py draws it)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")

@@ -1,9 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = [
-#     "torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
-#     "pydantic==2.14.3", "tqdm==4.70.1",
-# ]
+# dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
+#     "pydantic==2.14.3", "tqdm==4.70.1"]
 # ///
 """GRPO for language models: policy + answers that can be checked -> better policy.
 
@@ -43,7 +41,6 @@ import ctypes
 import json
 import math
 import os
-import re
 import runpy
 import signal
 import subprocess
@@ -51,7 +48,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import cache, partial
@@ -116,8 +113,7 @@ class Args:
     missing_eos_penalty: NonNegativeFloat = 0.0  # subtracted from the score of a response without stop token (TRL)
     local_rollout_forward_batch_size: PositiveInt | None = None  # responses sampled at once; by default 4 micro-batches
     # --- Optimisation ---
-    # by default from the policy's size, and ten times as high with LoRA
-    learning_rate: Annotated[PositiveFloat | None, alias("--lr")] = None
+    learning_rate: Annotated[PositiveFloat | None, alias("--lr")] = None  # by default from the model's size; LoRA: x 10
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "linear"  # TRL's
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate warms up from 0
     weight_decay: NonNegativeFloat = 0.0  # weight decay of AdamW
@@ -151,7 +147,7 @@ class Args:
     num_eval_prompts: NonNegativeInt = 32  # held-out prompts of an evaluation, with G responses to each; 0 for none
     save_steps: PositiveInt = 50  # updates between checkpoints, which hold the full state of the run
     save_total_limit: PositiveInt = 1  # checkpoints to keep
-    num_sample_generations: NonNegativeInt = 10  # how often to print four episodes, besides after update 1 (TRL)
+    num_sample_generations: NonNegativeInt = 10  # how often to print four episodes (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
 
 
@@ -181,8 +177,9 @@ def train(args):
     run = Run(args, num_updates, optimizer, schedule, {}, model=policy)
     if run.step == 0 and eval_prompts:
         first = evaluate(policy, reference, reward_fns, eval_prompts, args)
-        print_outlook(first["eval/reward_std"], 1 - first["eval/completions/clipped_ratio"])
-        run.log(first, "eval/reward")
+        if first["eval/reward_std"] == 0:
+            print("all held-out responses have the same score: there is nothing to learn from (see --reward-fn)")
+        run.log(first, "eval/reward", "eval/completions/clipped_ratio")
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
 
@@ -199,24 +196,22 @@ def train(args):
         # 3. Advantage
         require(args.scale_rewards != "mean" or rollout.scores.min() >= 0, "--scale-rewards mean needs scores >= 0")
         rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # (B, 1)
-        rollout.has_gradient = (rollout.advantages[:, 0] != 0) | (args.beta > 0)  # (B,)
         rollout.loss_mask = rollout.mask  # (B, T)
         if args.mask_truncated_completions:
             rollout.loss_mask = rollout.mask & rollout.ended[:, None]
 
         # 4. Loss, and 5. update
         stats |= update(policy, optimizer, rollout, args)
-        is_one = step > 1 or stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
-        require(is_one, "the first ratio is not 1: does the model ignore the attention mask, or have dropout?")
+        require(step > 1 or stats["policy/first_ratio_error"] < 0.1, "the first ratio is not 1: is a mask ignored?")
 
         stats |= rollout_stats(rollout, args)
         num_tokens = rollout.joined()[1].sum().item()
         stats["num_tokens"] = run.state["num_tokens"] = run.state.get("num_tokens", 0) + num_tokens
         stats |= {"learning_rate": optimizer.param_groups[0]["lr"], "episode": step * B}
-        if run.is_due(args.eval_steps):
+        if step % args.eval_steps == 0 or step == num_updates:
             stats |= evaluate(policy, reference, reward_fns, eval_prompts, args)
         run.log(stats, "objective/scores", "frac_reward_zero_std", "eval/reward")
-        if args.num_sample_generations and (step == 1 or run.is_due(num_updates // args.num_sample_generations)):
+        if args.num_sample_generations and (step - 1) % max(1, num_updates // args.num_sample_generations) == 0:
             show_samples(run, rollout, tokenizer)
         schedule.step()
     run.finish()
@@ -240,7 +235,6 @@ class Rollout:
     reward_table: Tensor | None = None  # (B, n), of n reward functions, NaN for None
     scores: Tensor | None = None  # (B,), the weighted sum of the rewards, minus the penalty for a missing stop token
     advantages: Tensor | None = None  # (B, 1)
-    has_gradient: Tensor | None = None  # (B,), false where the scores of a group are equal, without --beta
     loss_mask: Tensor | None = None  # (B, T), true on tokens that are in the loss
 
     # the fields that `select` cuts to the tokens that are left
@@ -257,28 +251,17 @@ class Rollout:
         """Selects episodes by row number, without columns that are padding in all of them."""
         P = self.prompt_mask[index].sum(1).max().item()
         T = self.mask[index].sum(1).max().item()
-        part = copy(self)
-        part.examples = [self.examples[i] for i in index.tolist()]
-        for name, x in vars(self).items():
-            if not isinstance(x, Tensor):
-                continue
-            x = x[index]
-            if name in self.PROMPT_FIELDS:
-                x = x[:, -P:]
-            if name in self.TOKEN_FIELDS:
-                x = x[:, :T]
-            setattr(part, name, x)
-        return part
+        part = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
+        part |= {name: part[name][:, -P:] for name in self.PROMPT_FIELDS}
+        part |= {name: part[name][:, :T] for name in self.TOKEN_FIELDS if name in part}
+        return replace(self, examples=[self.examples[i] for i in index.tolist()], **part)
 
     def micro_batches(self, index, args):
-        """Splits row numbers into this process's micro-batches of groups of similar lengths, to save padding. Rows
-        without gradient come last."""
+        """Splits row numbers into this process's micro-batches of groups of similar lengths, to save padding."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
         lengths = lengths.view(-1, self.k).amax(1)  # (B/k,) of the longest row of each group
         index = index.sort().values
         index = index[lengths[index // self.k].argsort(stable=True)]
-        if self.has_gradient is not None:
-            index = index[self.has_gradient[index].long().argsort(descending=True, stable=True)]
         num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))  # equal in all processes
         return index.tensor_split(num_rounds * WORLD_SIZE)[RANK::WORLD_SIZE]
 
@@ -296,8 +279,7 @@ class Rollout:
 def response_mask(responses, stop_token_ids):
     """(B, T) true up to and including the first stop token, and (B,) whether there is one. The pad token plays no role,
     so it may be equal to the stop token. With stop token 0:
-        responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
-    """
+        responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]"""
     is_stop = torch.isin(responses, responses.new_tensor(stop_token_ids)).long()
     stops_before = is_stop.cumsum(1) - is_stop
     return stops_before == 0, is_stop.any(1)
@@ -312,8 +294,7 @@ def forward(model, input_ids, attention_mask, **options):
 def sample_categorical(logits, uniforms):
     """One token per row of logits (B, V), and its log-probability, from uniform numbers (B,): the first token whose
     cumulative probability exceeds the number. With probabilities .2 .5 .3, the number .6 gives the second one. The
-    caller draws the numbers, so a response does not depend on the other rows or the batch size.
-    """
+    caller draws the numbers, so a response does not depend on the other rows or the batch size."""
     logprobs = logits.log_softmax(1)
     cdf = logprobs.exp().cumsum(1)
     threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1), scaled because the sum of the probabilities is not exactly 1
@@ -353,15 +334,14 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature):
         responses[rows, t] = token
         logprobs[rows, t] = logprob
         has_ended |= torch.isin(token, stops)
-        kept = torch.arange(len(rows), device=rows.device)
+        attention_mask = F.pad(attention_mask, (0, 1), value=1)
         if rows.is_cpu or t % 8 == 7:  # a look makes a GPU wait
             kept = (~has_ended).nonzero().squeeze(1)
-        if t == T - 1 or len(kept) == 0:
+            if len(kept) < 0.75 * len(rows):  # the cache is copied, so only if it becomes much smaller
+                cache.reorder_cache(kept)
+                rows, has_ended, token, attention_mask = (x[kept] for x in (rows, has_ended, token, attention_mask))
+        if t == T - 1 or len(rows) == 0:
             break
-        attention_mask = F.pad(attention_mask, (0, 1), value=1)
-        if len(kept) < 0.75 * len(rows):  # the cache is copied, so only if it becomes much smaller
-            cache.reorder_cache(kept)
-            rows, has_ended, token, attention_mask = (x[kept] for x in (rows, has_ended, token, attention_mask))
         logits = forward(policy, token[:, None], attention_mask, **options).logits
     mask, ended = response_mask(responses, policy.stop_token_ids)  # false on tokens sampled after the stop token
     responses = responses.masked_fill(~mask, policy.tokenizer.pad_token_id)
@@ -396,35 +376,28 @@ def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
 
 
 class SlicedLogprobs(torch.autograd.Function):
-    """token_logprobs of logits (b, T, V), in slices of 4 MB (64 MB on a GPU): no other tensor has the logits' size."""
-
-    @staticmethod
-    def slices(logits, *columns):
-        """Splits logits (b, T, V) to (n, V), and columns (b, T) to (n,)."""
-        n = max(1, (2**20 if logits.is_cpu else 2**24) // logits.shape[-1])
-        return zip(logits.flatten(0, 1).split(n), *(x.flatten().split(n) for x in columns))
+    """token_logprobs of logits (b, T, V), in slices of 16 MB. The gradient takes the memory of the logits, so no other
+    tensor has this size; autograd would end the run if another step needed them."""
 
     @staticmethod
     def forward(ctx, logits, tokens, temperature, with_entropy):
-        """Log-probabilities (b, T), and entropies (b, T), which have no gradient."""
         logits = logits.contiguous()
         ctx.save_for_backward(logits, tokens)
         ctx.temperature = temperature
-        parts = [token_logprobs(*x, temperature, with_entropy) for x in SlicedLogprobs.slices(logits, tokens)]
+        ctx.n = 2**22 // logits.shape[-1]  # tokens of a slice
+        slices = zip(logits.flatten(0, 1).split(ctx.n), tokens.flatten().split(ctx.n))
+        parts = [token_logprobs(*x, temperature, with_entropy) for x in slices]
         logprobs, entropy = [torch.cat(x).view(tokens.shape) for x in zip(*parts)]
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad, _):
-        """(one_hot - softmax) / temperature, times the gradient. It takes the memory of the logits: autograd would end
-        the run if another step needed them."""
         logits, tokens = ctx.saved_tensors
-        for x, token, slope in SlicedLogprobs.slices(logits, tokens, grad / ctx.temperature):
-            slope = slope[:, None]
+        columns = [x.reshape(-1, 1).split(ctx.n) for x in (tokens, grad / ctx.temperature)]
+        for x, token, slope in zip(logits.flatten(0, 1).split(ctx.n), *columns):  # (n, V), (n, 1), (n, 1)
             gradient = (x.float() / ctx.temperature).softmax(-1).mul_(-slope)
-            gradient.scatter_add_(1, token[:, None], slope)
-            x.copy_(gradient)
+            x.copy_(gradient.scatter_add_(1, token, slope))  # slope * (one_hot - softmax)
         return logits, None, None, None
 
 
@@ -490,8 +463,7 @@ def group_advantages(scores, G, scale):
     A group is G neighbouring rows. With G = 4, scores [1, 0, 0, 0] give
         none   [.75, -.25, -.25, -.25]
         group  [1.5, -.5, -.5, -.5]: divided by .5. Rare successes and rare failures weigh more (see Dr. GRPO)
-        mean   [3, -1, -1, -1]: only rare successes weigh more, as in the gradient of log P(right answer)
-    """
+        mean   [3, -1, -1, -1]: only rare successes weigh more, as in the gradient of log P(right answer)"""
     groups = scores.view(-1, G)
     groups = groups - groups[:, :1]  # so that equal scores give exactly 0, in spite of rounding
     advantages = groups - groups.mean(1, keepdim=True)  # (B/G, G)
@@ -533,8 +505,7 @@ def token_weights(mask, num_rows, num_tokens, loss_type, max_length):
 
     grpo: all responses have the same weight, so a token of a long response has a lower one, and wrong responses become
     longer (Dr. GRPO, sec. 3.1). In the others, all tokens have the same weight: a constant (dr_grpo), or 1 / tokens of
-    an average mini-batch (dapo, cispo). num_rows and num_tokens: of the batch / (mini-batches x processes).
-    """
+    an average mini-batch (dapo, cispo). num_rows and num_tokens: of the batch / (mini-batches x processes)."""
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
     if loss_type == "grpo":
         return mask / (num_rows * lengths)
@@ -563,29 +534,24 @@ def update(policy, optimizer, rollout, args):
     """Steps 4 and 5: passes over the batch, with one optimiser step for each mini-batch. Returns the metrics.
 
     The gradient of a mini-batch is a weighted sum over its tokens, however it is split into micro-batches and among
-    processes: gradients are averaged over processes, so the weights use the numbers of rows and tokens per process.
-    """
+    processes: gradients are averaged over processes, so the weights use the numbers of rows and tokens per process."""
     lower, upper = 1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon)
     if args.loss_type == "cispo":  # it has only an upper bound, by default 5 (as TRL advises)
         lower, upper = 0.0, args.epsilon_high or 5.0
     num_parts = args.num_mini_batches * WORLD_SIZE
     num_rows = args.batch_size / num_parts
     num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average
-    logs = []  # the metrics of each mini-batch
+    meter = Meter()
+    norms = []  # of the gradients
+    total = torch.zeros((), device=args.device)  # the sum of the losses
     for _ in range(args.num_ppo_epochs):
         order = torch.randperm(args.batch_size).to(args.device)
         for mini_batch in order.split(args.batch_size // args.num_mini_batches):  # row numbers
             optimizer.zero_grad()
-            meter = Meter()
-            total = torch.zeros((), device=args.device)  # the sum of the losses
-            micro_batches = rollout.micro_batches(mini_batch, args)
-            num_useful = rollout.has_gradient[mini_batch].sum().item()  # rows with a gradient, which come first
-            num_backward = math.ceil(len(micro_batches) * num_useful / len(mini_batch))  # equal in all processes
-            for number, index in enumerate(micro_batches):
+            for index in rollout.micro_batches(mini_batch, args):
                 r = rollout.select(index)
                 mask = r.loss_mask
-                with torch.set_grad_enabled(number < max(1, num_backward)):  # once at least: weights need a gradient
-                    logprobs, entropy = logprobs_under(policy, r, args, with_entropy=True)  # (b, T) each
+                logprobs, entropy = logprobs_under(policy, r, args, with_entropy=True)  # (b, T) each
                 ratio = importance_ratio(logprobs, r.old_logprobs, mask, args.importance_sampling_level)  # or (b, 1)
                 losses = surrogate_loss(ratio, logprobs, r.advantages, lower, upper, args.loss_type)
                 kl = torch.zeros_like(logprobs)
@@ -595,8 +561,7 @@ def update(policy, optimizer, rollout, args):
                     kl = kl * ratio  # so that its gradient is an unbiased estimate of the KL's (DeepSeek-V3.2)
                 weights = token_weights(mask, num_rows, num_tokens, args.loss_type, args.response_length)  # (b, T)
                 loss = masked_sum((losses + args.beta * kl) * weights, mask)
-                if loss.requires_grad:
-                    loss.backward()
+                loss.backward()
                 total += loss.detach()
                 is_low = (ratio < lower) & (r.advantages < 0)  # clipped: no gradient from the advantage, but with cispo
                 is_high = (ratio > upper) & (r.advantages > 0)
@@ -609,20 +574,19 @@ def update(policy, optimizer, rollout, args):
                     "clip_ratio/high_mean": is_high,
                     "clip_ratio/region_mean": is_low | is_high,
                     "policy/approxkl_avg": 0.5 * change**2,
-                    "policy/first_ratio_error": (change.exp() - 1).abs(),
                 }
                 meter.add(metrics, mask)
-            log = meter.means()
-            norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)
-            log["loss"], log["grad_norm"] = torch.stack([all_reduce(total) / WORLD_SIZE, norm]).tolist()
-            log["val/skipped_steps"] = not math.isfinite(log["grad_norm"])
-            if not log["val/skipped_steps"]:  # otherwise the step would turn the weights into NaN
+                if not norms:  # before the first step
+                    meter.add({"policy/first_ratio_error": (change.exp() - 1).abs()}, mask)
+            norm = nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm)
+            norms.append(norm.item())
+            if math.isfinite(norms[-1]):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
-            logs.append(log)
     optimizer.zero_grad()
-    stats = {name: sum(log[name] for log in logs) / len(logs) for name in log}
-    stats["policy/first_ratio_error"] = logs[0]["policy/first_ratio_error"]  # before the first step
-    stats["val/skipped_steps"] = sum(log["val/skipped_steps"] for log in logs)
+    stats = meter.means()
+    stats["loss"] = all_reduce(total).item() / (WORLD_SIZE * len(norms))
+    stats["grad_norm"] = np.mean(norms).item()
+    stats["val/skipped_steps"] = sum(not math.isfinite(norm) for norm in norms)
     return stats
 
 
@@ -668,8 +632,7 @@ def evaluate(policy, reference, reward_fns, prompts, args):
     if args.beta:
         rollout.ref_logprobs = read_logprobs(reference, rollout, args)
     score_batch(rollout, reward_fns, policy.tokenizer, args)
-    stats = rollout_stats(rollout, args)
-    return {f"eval/{name}": x for name, x in stats.items()}
+    return {f"eval/{name}": x for name, x in rollout_stats(rollout, args).items()}
 
 
 def show_samples(run, rollout, tokenizer):
@@ -710,16 +673,13 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
     size = policy.num_parameters()
     # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
-    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6)
-    if args.lora_r:
-        rate *= 10
+    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
     rate = args.learning_rate or float(f"{rate:.2g}")
     tokens = 2048 if args.device == "cpu" else min(8192, 2**29 // config.vocab_size)  # of a pass: at most 2**29 logits
     rows = max(1, tokens // (args.response_length + prompt_length // G))  # a prompt is read once for its G rows
     rows = args.micro_batch_size or (rows // G * G or rows)  # whole groups, if one fits
     parts = math.lcm(args.num_mini_batches, G) * WORLD_SIZE
-    is_whole = args.batch_size % parts == 0
-    require(is_whole, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches and groups")
+    require(args.batch_size % parts == 0, f"--batch-size is no multiple of {parts}, for mini-batches and groups")
     num_updates = args.total_episodes // args.batch_size
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     sampled = args.local_rollout_forward_batch_size or 4 * rows
@@ -752,8 +712,7 @@ def load_reward_fns(args):
         name = spec.rpartition(":")[2]
         require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
         reward_fns[name] = partial(function_reward, load_function(file + spec, "--reward-fn"))
-    has_weights = len(args.reward_weights) in (0, len(reward_fns))
-    require(has_weights, "--reward-weights needs one number for each function of --reward-fn")
+    require(len(args.reward_weights) in (0, len(reward_fns)), "--reward-weights needs a number for each --reward-fn")
     return reward_fns
 
 
@@ -772,14 +731,15 @@ run_file = cache(runpy.run_path)  # once for all functions of a file: a judge is
 def function_reward(function, rollout, tokenizer, args):
     """(B,) rewards of a user's function, with TRL's signature: f(prompts, completions, **columns) -> numbers or None.
 
-    All arguments are lists with one value per row: prompts, prompts_text (as the policy read them), completions (like
-    the prompts, texts or messages), completion_ids, ended, and the dataset's columns. A process passes its share.
+    All arguments are lists with one value per row: prompts, prompts_text (as the policy read them), completions (texts
+    or messages, as the prompts), prompt_ids, completion_ids, ended, and the dataset's columns; in a process, its share.
     """
     share = torch.arange(len(rollout.mask)).tensor_split(WORLD_SIZE)[RANK]
     r = rollout.select(share)
     columns = {name: [deepcopy(example[name]) for example in r.examples] for name in r.examples[0]}
     columns["prompts"] = columns["prompt"]
-    columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
+    columns["prompt_ids"] = [ids.tolist() for ids in columns.pop("input_ids")]
+    columns["prompts_text"] = tokenizer.batch_decode(columns["prompt_ids"])
     columns["completions"] = decode(r, tokenizer)
     columns["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses.cpu(), r.mask.cpu())]
     columns["ended"] = r.ended.tolist()
@@ -805,7 +765,9 @@ def read_rewards(returned, n, name):
 def load_prompts(args, tokenizer, split):
     """The rows of a split, each with the ids of its prompt as `input_ids`, without prompts that are too long."""
     rows = read_rows(args, split)
-    is_chat = isinstance(rows[0].get("prompt") if rows else None, list)
+    if not rows:
+        return []
+    is_chat = isinstance(rows[0].get("prompt"), list)
 
     def text_of(row):
         """The prompt as the policy reads it. Messages are rendered up to where the assistant's answer begins."""
@@ -818,10 +780,9 @@ def load_prompts(args, tokenizer, split):
 
     ids = encode(parse(rows, text_of, f"{args.dataset}, {split}"), tokenizer, is_chat)
     prompts = [row | {"input_ids": x} for row, x in zip(rows, ids) if len(x) <= args.max_prompt_length]
-    require(prompts or not rows, f"the shortest prompt has {min(map(len, ids), default=0)} tokens: --max-prompt-length")
-    if prompts:
-        print(f"{split}: {len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
-        print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
+    require(prompts, f"the shortest prompt has {min(map(len, ids))} tokens: --max-prompt-length")
+    read = tokenizer.decode(prompts[0]["input_ids"])
+    print(f"{split}: {len(prompts)} of {len(rows)} prompts are short enough. As the policy reads the first: {read!r}")
     return prompts
 
 
@@ -847,11 +808,10 @@ def read_rows(args, split):
     """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
     hub; [] if there is no validation. All rows have the same columns: None where the file has no value."""
     path = Path(args.dataset)
-    if path.is_file():
-        splits = {"train": path}
-    elif path.is_dir():
-        files = [file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet")]
-        splits = {file.stem: file for file in files}
+    if path.exists():
+        files = path.iterdir() if path.is_dir() else [path]
+        files = [file for file in files if file.suffix in (".jsonl", ".parquet")]
+        splits = {"train" if file == path else file.stem: file for file in files}
     else:
         import datasets
 
@@ -860,18 +820,17 @@ def read_rows(args, split):
         splits = dict.fromkeys(datasets.get_dataset_split_names(args.dataset, args.dataset_config), path)
     if split not in splits and split in (None, "validation"):
         return []
-    require(split in splits, f"{path} has no {split}.jsonl or {split}.parquet, only the splits {list(splits)}")
+    require(split in splits, f"{path} has no {split}.jsonl or .parquet, only {list(splits)}: see recipes/data.py")
     file = splits[split]
     if file.suffix == ".jsonl":
-        lines = file.read_bytes().splitlines()
-        rows = parse(lines, lambda line: {**json.loads(line)}, file)
-    elif file.suffix == ".parquet":
-        rows = pyarrow.parquet.read_table(file).to_pylist()
+        rows = parse(file.read_bytes().splitlines(), lambda line: {**json.loads(line)}, file)
     else:
-        require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
-        rows = datasets.load_dataset(args.dataset, args.dataset_config, split=split).to_list()
-    if file.suffix != ".jsonl":  # a schema puts nulls, at any depth, where a row has no such key
+        if file.suffix == ".parquet":
+            rows = pyarrow.parquet.read_table(file).to_pylist()
+        else:
+            rows = datasets.load_dataset(args.dataset, args.dataset_config, split=split).to_list()
         text = json.dumps(rows, default=str)  # dates as texts
+        # a schema puts nulls, at any depth, where a row has no such key
         rows = json.loads(text, object_hook=lambda x: {key: value for key, value in x.items() if value is not None})
     require(rows, f"{file} has no rows")
     print(f"{split}: {len(rows)} rows of {file}")
@@ -881,8 +840,7 @@ def read_rows(args, split):
 
 def check_text(text, column):
     """Refuses what is no text, is empty, or is a conversation as JSON text."""
-    is_text = isinstance(text, str) and text.strip()
-    is_text = is_text and not re.match(r'\s*\[\s*{\s*"(role|content)"', text)
+    is_text = isinstance(text, str) and text.strip() and not text.lstrip().startswith(('[{"role"', '[{"content"'))
     require(is_text, f"{column!r} should be a text in all rows, or messages in all rows, but this is {text!r:.60}")
 
 
@@ -900,11 +858,8 @@ def check_messages(messages, last):
 def render(messages, row, tokenizer, **options):
     """Renders messages with the chat template, which gets the row's `tools` and `chat_template_kwargs` (as in TRL).
     Refuses a row of which the template leaves something out."""
-    settings = row.get("chat_template_kwargs") or {}
-    is_plain = isinstance(settings, dict) and "chat_template" not in settings
-    require(is_plain, f"chat_template_kwargs should be an object, without a template: {settings!r:.60}")
-    options = settings | {"tools": row.get("tools"), "tokenize": False} | options
-    text = tokenizer.apply_chat_template(messages, **options)
+    options |= {"tools": row.get("tools"), "tokenize": False, "chat_template": None}  # a row cannot change these
+    text = tokenizer.apply_chat_template(messages, **options, **(row.get("chat_template_kwargs") or {}))
     for message in messages:
         require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
     return text
@@ -916,8 +871,7 @@ def turn_end(tokenizer):
     <|im_end|>, or else EOS. A placeholder shows it: an answer could hold these texts."""
     question = {"role": "user", "content": "Hi"}
     answer = {"role": "assistant", "content": "PLACEHOLDER"}
-    text = tokenizer.apply_chat_template([question, answer], tokenize=False)
-    tail = text.rpartition("PLACEHOLDER")[2]
+    tail = tokenizer.apply_chat_template([question, answer], tokenize=False).rpartition("PLACEHOLDER")[2]
     tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
     ends = [tail.index(token) + len(token) for token in tokens if token in tail]
     return tail, tail[: min(ends)] if ends else tokenizer.eos_token
@@ -931,10 +885,9 @@ def encode(texts, tokenizer, is_chat=False):
     for start in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
         batch = tokenizer(texts[start : start + 1000], add_special_tokens=not is_chat)["input_ids"]
         for ids in batch:
-            if not unknown.isdisjoint(ids):
-                sys.exit(f"error: row {len(rows) + 1}: --model has no token for a part of {texts[len(rows)]!r:.60}")
-            ids = ids[:-1] if adds_eos else ids
-            rows.append(np.array(ids, np.int32))
+            text = texts[len(rows)]
+            require(unknown.isdisjoint(ids), f"row {len(rows) + 1}: --model has no token for a part of {text!r:.60}")
+            rows.append(np.array(ids[:-1] if adds_eos else ids, np.int32))
     return rows
 
 
@@ -984,9 +937,8 @@ def load_model(auto_class, name, new_weights=()):
 
 
 def set_stop_tokens(model, is_chat, temperature):
-    """Sets the ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>, if they
-    are added tokens, since a config's default can be any token; in conversations also the end of the chat template's
-    turns. Other programs sample from the saved model as the run does."""
+    """Sets the tokens that end a text: EOS; added tokens of the generation config, whose default can be any token; in
+    conversations, the end of the template's turns. Other programs sample from the saved model as the run does."""
     tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
     ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
@@ -1029,8 +981,7 @@ def autocast(args):
 
 # --- Processes
 def start(args):
-    """Makes the folder of the run, joins the processes of torchrun, and configures the libraries. Returns the settings
-    with the folder."""
+    """Makes the run's folder, which the returned settings name, joins torchrun's processes, configures libraries."""
     name = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:
@@ -1086,7 +1037,7 @@ def place(model, args):
                 module.bfloat16()  # once: autocast would cast a frozen weight at each use
     if WORLD_SIZE > 1 and (is_trained or args.zero_stage == 3):
         mesh = dist.init_device_mesh(torch.device(args.device).type, (WORLD_SIZE,))
-        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
+        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # which are called
         norms = [module for module in model.modules() if "Norm" in type(module).__name__]  # one group, in float32
         for module in ([norms] if norms else []) + layers + roots:
             sent = torch.bfloat16 if args.bf16 and module in layers else None  # the type of what is gathered
@@ -1102,28 +1053,13 @@ def shards(model):
 
 @contextmanager
 def gathered(model, args):
-    """Within this context, each process has all weights of a model: they are sent once, not for each token."""
+    """Within this context, a process keeps all weights of a model that it has read: they are sent once."""
     for module in shards(model):
         module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
     yield
     for module in shards(model):
         module.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
         module.reshard()
-
-
-def print_outlook(scores_std, ended_share):
-    """Says if a first evaluation shows that a run can hardly learn."""
-    if scores_std == 0:
-        print("all held-out responses have the same score: there is nothing to learn from (see --reward-fn)")
-    if ended_share < 0.5:
-        print(f"only {ended_share:.0%} of the held-out responses end: see --response-length")
-
-
-def clip_gradient(parameters, max_norm):
-    """Clips the gradient, which is averaged over processes, to max_norm, and returns its norm before."""
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm.full_tensor() if WORLD_SIZE > 1 else norm
 
 
 # --- The run
@@ -1162,8 +1098,7 @@ class Run:
             self.wandb = wandb.init(id=self.output.name, resume="allow", dir=self.output, config=asdict(args))
 
     def steps(self):
-        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
-        after the current step."""
+        """Yields the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop after a step."""
         numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
         numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
         handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
@@ -1171,8 +1106,7 @@ class Run:
             self.step += 1
             self.step_started = time.perf_counter()
             yield self.step
-            wishes = all_reduce(torch.tensor(int(self.stop_requested)))
-            self.stop_requested = wishes.item() > 0  # in any process
+            self.stop_requested = all_reduce(torch.tensor(int(self.stop_requested))).item() > 0  # in any process
             if self.stop_requested or self.step % self.args.save_steps == 0:
                 self.save()
         for number, handler in handlers.items():
@@ -1198,10 +1132,6 @@ class Run:
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
-    def is_due(self, every):
-        """Whether this step is a multiple of `every`, or the last one."""
-        return self.step % max(1, every) == 0 or self.step == self.num_steps
-
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -1209,8 +1139,7 @@ class Run:
         if RANK:
             return
         num_bytes = (self.output / "metrics.jsonl").stat().st_size
-        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]  # without tied ones
-        weights = {name: weights[name] for name in trained}
+        weights = {name: weights[name] for name, p in self.models.named_parameters() if p.requires_grad}  # tied: once
         saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
         saved |= {"weights": weights, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
@@ -1221,8 +1150,7 @@ class Run:
             unfinished.rename(folder / f"step-{self.step:08d}.pt")
         finally:
             unfinished.unlink(missing_ok=True)  # if the disk is full
-        files = sorted(folder.glob("step-*.pt"))
-        for old in files[: -self.args.save_total_limit]:
+        for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
             old.unlink()
 
     def restore(self):
@@ -1245,8 +1173,6 @@ class Run:
         """Saves the model."""
         self.bar.close()
         save_model(self.models["model"], self.output)
-        if RANK:
-            return
         print(f"saved in {self.output}: the model, and metrics.jsonl (tools/card.py draws it)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
@@ -1255,11 +1181,9 @@ class Run:
 
 def save_model(model, folder):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter alone (see tools/merge.py)."""
-    weights = None
-    if WORLD_SIZE > 1:  # gathers the shares of all processes
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(model, options=options)
-        weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # the shares of all processes
+    weights = get_model_state_dict(model, options=options)
+    weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
     if not RANK:
         model.save_pretrained(folder, state_dict=weights)
         model.config.save_pretrained(folder)

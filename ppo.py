@@ -1,9 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = [
-#     "torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
-#     "pydantic==2.14.3", "tqdm==4.70.1",
-# ]
+# dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
+#     "pydantic==2.14.3", "tqdm==4.70.1"]
 # ///
 """PPO for language models: policy + reward -> better policy.
 
@@ -29,9 +27,8 @@ longest has T = 6. A dot is padding: it may hold any number, and is masked.
   score                         |              *              one for each response, on its last real token
 
 Differences from textbook PPO: an episode is one response, and the state is the text so far. Every token has an
-advantage, although there is only one score. Means over tokens exclude padding. Tokens are sampled from softmax(logits /
-temperature) without top-k or top-p, because the loss uses that distribution. The KL is part of the reward, so the
-advantage of a token includes the KL of all later ones.
+advantage, although there is only one score. Tokens are sampled without top-k or top-p, because the loss uses the same
+distribution. The KL is part of the reward, so the advantage of a token includes the KL of all later ones.
 
 Papers: PPO 1707.06347 (eq. 7, 11-12); GAE 1506.02438 (eq. 16); KL in the reward 1909.08593 (sec. 2.2); InstructGPT
 2203.02155 (sec. 3.5); the N+ implementation details 2403.17031. In short: lecture/ppo.py, 320 lines.
@@ -44,7 +41,6 @@ import ctypes
 import json
 import math
 import os
-import re
 import runpy
 import signal
 import subprocess
@@ -52,12 +48,11 @@ import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -114,8 +109,7 @@ class Args:
     missing_eos_penalty: NonNegativeFloat = 1.0  # subtracted from the score of a response without stop token (TRL)
     local_rollout_forward_batch_size: PositiveInt | None = None  # responses sampled at once; by default 4 micro-batches
     # --- Optimisation ---
-    # by default from the policy's size, and ten times as high with LoRA
-    learning_rate: Annotated[PositiveFloat | None, alias("--lr")] = None
+    learning_rate: Annotated[PositiveFloat | None, alias("--lr")] = None  # by default from the model's size; LoRA: x 10
     critic_learning_rate: PositiveFloat | None = None  # by default that of the policy
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "linear"  # TRL's
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate warms up from 0
@@ -128,8 +122,7 @@ class Args:
     micro_batch_size: PositiveInt | None = None  # responses per pass; by default 16 on a CPU; 8192 tokens on a GPU
     # --- Models: a folder, or a name on the hub ---
     model: Annotated[str, alias("--model-name-or-path", "--sft-model-path")] = f"{TOY}/sft"  # policy to start from
-    # a classifier with one label, which --reward-fn reward_model reads
-    reward_model: Annotated[str, alias("--reward-model-path")] = f"{TOY}/reward_model"
+    reward_model: Annotated[str, alias("--reward-model-path")] = f"{TOY}/reward_model"  # classifier with one label
     reward_fn: Annotated[tuple[str, ...], alias("--reward-funcs")] = ("reward_model",)  # or file.py:name; they add up
     reward_weights: tuple[float, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
     lora_r: NonNegativeInt = 0  # rank of LoRA adapters (peft) of policy and critic, 0 for none
@@ -152,7 +145,7 @@ class Args:
     num_eval_prompts: NonNegativeInt = 64  # held-out prompts of an evaluation, 0 for none
     save_steps: PositiveInt = 10  # updates between checkpoints, which hold the full state of the run
     save_total_limit: PositiveInt = 1  # checkpoints to keep
-    num_sample_generations: NonNegativeInt = 10  # how often to print four episodes, besides after update 1 (TRL)
+    num_sample_generations: NonNegativeInt = 10  # how often to print four episodes (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
 
 
@@ -164,15 +157,12 @@ def train(args):
     prompts = load_prompts(args, tokenizer, args.dataset_train_split)
     eval_prompts = load_prompts(args, tokenizer, args.dataset_test_split)[: args.num_eval_prompts]
     eval_prompts = eval_prompts[len(eval_prompts) % WORLD_SIZE :]  # all processes have equal shares
-    if "reward_model" in args.reward_fn:
-        os.environ["REWARD_MODEL"] = args.reward_model  # for rewards/model.py
+    os.environ["REWARD_MODEL"] = args.reward_model  # for rewards/model.py
     reward_fns = load_reward_fns(args)
     policy, reference = load_models(args)
     set_stop_tokens(policy, isinstance(prompts[0]["prompt"], list), args.temperature)
-    critic, reward_model = load_critic(args, policy)
-    if reward_model:
-        reward_fns["reward_model"] = partial(model_reward, reward_model)
-    for model in (policy, reference, critic, reward_model):
+    critic = load_critic(args, policy)
+    for model in (policy, reference, critic):
         if isinstance(model, nn.Module):
             place(model, args)
     args = choose_sizes(args, policy, prompts, eval_prompts)  # from here on, all sizes are set
@@ -189,8 +179,9 @@ def train(args):
     run = Run(args, num_updates, optimizer, schedule, {}, model=policy, critic=critic)
     if run.step == 0 and eval_prompts:
         first = evaluate(policy, reference, reward_fns, eval_prompts, args)
-        print_outlook(first["eval/objective/scores_std"], first["eval/val/eos_share"])
-        run.log(first, "eval/objective/scores")
+        if first["eval/objective/scores_std"] == 0:
+            print("all held-out responses have the same score: there is nothing to learn from (see --reward-fn)")
+        run.log(first, "eval/objective/scores", "eval/val/eos_share")
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
 
@@ -215,16 +206,14 @@ def train(args):
 
         # 5. Loss, and 6. update
         stats |= update(policy, critic, optimizer, rollout, args)
-        is_one = step > 1 or stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
-        require(is_one, "the first ratio is not 1: does the model ignore the attention mask, or have dropout?")
-
+        require(step > 1 or stats["policy/first_ratio_error"] < 0.1, "the first ratio is not 1: is a mask ignored?")
         stats |= rollout_stats(rollout, args)
         stats |= {"lr": optimizer.param_groups[0]["lr"], "episode": step * B}
         stats["eps"] = B / (time.perf_counter() - run.step_started)  # episodes per second
-        if run.is_due(args.eval_steps):
+        if step % args.eval_steps == 0 or step == num_updates:
             stats |= evaluate(policy, reference, reward_fns, eval_prompts, args)
         run.log(stats, "objective/scores", "objective/kl", "eval/objective/scores")
-        if args.num_sample_generations and (step == 1 or run.is_due(num_updates // args.num_sample_generations)):
+        if args.num_sample_generations and (step - 1) % max(1, num_updates // args.num_sample_generations) == 0:
             show_samples(run, rollout, tokenizer)
         schedule.step()
     run.finish()
@@ -266,18 +255,10 @@ class Rollout:
         """Selects episodes by row number, without columns that are padding in all of them."""
         P = self.prompt_mask[index].sum(1).max().item()
         T = self.mask[index].sum(1).max().item()
-        part = copy(self)
-        part.examples = [self.examples[i] for i in index.tolist()]
-        for name, x in vars(self).items():
-            if not isinstance(x, Tensor):
-                continue
-            x = x[index]
-            if name in self.PROMPT_FIELDS:
-                x = x[:, -P:]
-            if name in self.TOKEN_FIELDS:
-                x = x[:, :T]
-            setattr(part, name, x)
-        return part
+        part = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
+        part |= {name: part[name][:, -P:] for name in self.PROMPT_FIELDS}
+        part |= {name: part[name][:, :T] for name in self.TOKEN_FIELDS if name in part}
+        return replace(self, examples=[self.examples[i] for i in index.tolist()], **part)
 
     def micro_batches(self, index, args):
         """Splits row numbers into this process's micro-batches, each of similar lengths, to save padding."""
@@ -300,8 +281,7 @@ class Rollout:
 def response_mask(responses, stop_token_ids):
     """(B, T) true up to and including the first stop token, and (B,) whether there is one. The pad token plays no role,
     so it may be equal to the stop token. With stop token 0:
-        responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
-    """
+        responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]"""
     is_stop = torch.isin(responses, responses.new_tensor(stop_token_ids)).long()
     stops_before = is_stop.cumsum(1) - is_stop
     return stops_before == 0, is_stop.any(1)
@@ -316,8 +296,7 @@ def forward(model, input_ids, attention_mask, **options):
 def sample_categorical(logits, uniforms):
     """One token per row of logits (B, V), and its log-probability, from uniform numbers (B,): the first token whose
     cumulative probability exceeds the number. With probabilities .2 .5 .3, the number .6 gives the second one. The
-    caller draws the numbers, so a response does not depend on the other rows or the batch size.
-    """
+    caller draws the numbers, so a response does not depend on the other rows or the batch size."""
     logprobs = logits.log_softmax(1)
     cdf = logprobs.exp().cumsum(1)
     threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1), scaled because the sum of the probabilities is not exactly 1
@@ -344,15 +323,14 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature):
         responses[rows, t] = token
         logprobs[rows, t] = logprob
         has_ended |= torch.isin(token, stops)
-        kept = torch.arange(len(rows), device=rows.device)
+        attention_mask = F.pad(attention_mask, (0, 1), value=1)
         if rows.is_cpu or t % 8 == 7:  # a look makes a GPU wait
             kept = (~has_ended).nonzero().squeeze(1)
-        if t == T - 1 or len(kept) == 0:
+            if len(kept) < 0.75 * len(rows):  # the cache is copied, so only if it becomes much smaller
+                cache.reorder_cache(kept)
+                rows, has_ended, token, attention_mask = (x[kept] for x in (rows, has_ended, token, attention_mask))
+        if t == T - 1 or len(rows) == 0:
             break
-        attention_mask = F.pad(attention_mask, (0, 1), value=1)
-        if len(kept) < 0.75 * len(rows):  # the cache is copied, so only if it becomes much smaller
-            cache.reorder_cache(kept)
-            rows, has_ended, token, attention_mask = (x[kept] for x in (rows, has_ended, token, attention_mask))
         logits = forward(policy, token[:, None], attention_mask, **options).logits
     mask, ended = response_mask(responses, policy.stop_token_ids)  # false on tokens sampled after the stop token
     responses = responses.masked_fill(~mask, policy.tokenizer.pad_token_id)
@@ -386,35 +364,28 @@ def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
 
 
 class SlicedLogprobs(torch.autograd.Function):
-    """token_logprobs of logits (b, T, V), in slices of 4 MB (64 MB on a GPU): no other tensor has the logits' size."""
-
-    @staticmethod
-    def slices(logits, *columns):
-        """Splits logits (b, T, V) to (n, V), and columns (b, T) to (n,)."""
-        n = max(1, (2**20 if logits.is_cpu else 2**24) // logits.shape[-1])
-        return zip(logits.flatten(0, 1).split(n), *(x.flatten().split(n) for x in columns))
+    """token_logprobs of logits (b, T, V), in slices of 16 MB. The gradient takes the memory of the logits, so no other
+    tensor has this size; autograd would end the run if another step needed them."""
 
     @staticmethod
     def forward(ctx, logits, tokens, temperature, with_entropy):
-        """Log-probabilities (b, T), and entropies (b, T), which have no gradient."""
         logits = logits.contiguous()
         ctx.save_for_backward(logits, tokens)
         ctx.temperature = temperature
-        parts = [token_logprobs(*x, temperature, with_entropy) for x in SlicedLogprobs.slices(logits, tokens)]
+        ctx.n = 2**22 // logits.shape[-1]  # tokens of a slice
+        slices = zip(logits.flatten(0, 1).split(ctx.n), tokens.flatten().split(ctx.n))
+        parts = [token_logprobs(*x, temperature, with_entropy) for x in slices]
         logprobs, entropy = [torch.cat(x).view(tokens.shape) for x in zip(*parts)]
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad, _):
-        """(one_hot - softmax) / temperature, times the gradient. It takes the memory of the logits: autograd would end
-        the run if another step needed them."""
         logits, tokens = ctx.saved_tensors
-        for x, token, slope in SlicedLogprobs.slices(logits, tokens, grad / ctx.temperature):
-            slope = slope[:, None]
+        columns = [x.reshape(-1, 1).split(ctx.n) for x in (tokens, grad / ctx.temperature)]
+        for x, token, slope in zip(logits.flatten(0, 1).split(ctx.n), *columns):  # (n, V), (n, 1), (n, 1)
             gradient = (x.float() / ctx.temperature).softmax(-1).mul_(-slope)
-            gradient.scatter_add_(1, token[:, None], slope)
-            x.copy_(gradient)
+            x.copy_(gradient.scatter_add_(1, token, slope))  # slope * (one_hot - softmax)
         return logits, None, None, None
 
 
@@ -446,25 +417,12 @@ def reread_logprobs(policy, rollout, args):
     return {f"{name}/mean": differences.mean().item(), f"{name}/max": differences.max().item()}
 
 
-def read_head(model, input_ids, attention_mask):
-    """(B, S) a number for each position, by the linear head of a critic or reward model."""
-    states = forward(model.base_model, input_ids, attention_mask).last_hidden_state  # (B, S, D)
-    with torch.autocast(states.device.type, enabled=False):  # bfloat16 is too coarse for a value or a reward
-        return model.score(states.float()).squeeze(-1)
-
-
 def critic_values(critic, r):
-    """(b, T) values, each read one position before its token."""
+    """(b, T) values, by the critic's linear head, each read one position before its token."""
     T = r.mask.shape[1]
-    values = read_head(critic, *r.joined())  # (b, P+T)
-    return values[:, -T - 1 : -1]
-
-
-def model_reward(model, rollout, tokenizer, args):
-    """(B,) rewards of a reward model, read at the last token of each episode."""
-    heads = rollout.in_micro_batches(lambda r: read_head(model, *r.joined())[:, r.prompts.shape[1] :], args)  # (B, T)
-    last = rollout.mask.sum(1, keepdim=True) - 1  # (B, 1)
-    return heads.gather(1, last).squeeze(1)
+    states = forward(critic.base_model, *r.joined()).last_hidden_state  # (b, P+T, D)
+    with torch.autocast(states.device.type, enabled=False):  # bfloat16 is too coarse for a value
+        return critic.score(states[:, -T - 1 : -1].float()).squeeze(-1)
 
 
 def score_batch(rollout, reward_fns, tokenizer, args):
@@ -504,8 +462,7 @@ def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages and returns (B, T), 0 on padding.
 
     The episode ends with the last real token, so the value after it is 0. For gamma = 1, lam = .5, values of .5:
-        rewards [0, 0, 1]  ->  deltas [0, 0, .5], advantages [.125, .25, .5], returns [.625, .75, 1]
-    """
+        rewards [0, 0, 1]  ->  deltas [0, 0, .5], advantages [.125, .25, .5], returns [.625, .75, 1]"""
     rewards = rewards.masked_fill(~mask, 0.0)
     values = values.masked_fill(~mask, 0.0)
     advantages = rewards + gamma * F.pad(values, (0, 1))[:, 1:] - values  # so far, delta_t
@@ -553,9 +510,7 @@ def update(policy, critic, optimizer, rollout, args):
     """Steps 5 and 6: passes over the batch, with one optimiser step for each mini-batch. Returns the metrics.
 
     The gradient of a mini-batch is that of the mean loss over its tokens, however it is split into micro-batches and
-    among processes: gradients are averaged over processes, so each divides its sum by the tokens / WORLD_SIZE.
-    """
-    policy_weights, critic_weights = [group["params"] for group in optimizer.param_groups]
+    among processes: gradients are averaged over processes, so each divides its sum by the tokens / WORLD_SIZE."""
     meter = Meter()
     norms = []  # of the gradients of policy and critic
     for _ in range(args.num_ppo_epochs):
@@ -580,25 +535,22 @@ def update(policy, critic, optimizer, rollout, args):
                     "policy/clipfrac_avg": pg_clipped,
                     "policy/entropy_avg": entropy,
                     "policy/approxkl_avg": 0.5 * (logprobs - r.old_logprobs) ** 2,
-                    "policy/first_ratio_error": (ratio - 1).abs(),
                     "val/clipfrac_avg": vf_clipped,
                     "val/ratio": ratio,
                     "val/ratio_var": ratio**2,
                 }
                 meter.add(metrics, r.mask)
-            if not norms:
-                first_error = meter.means()["policy/first_ratio_error"]  # before the first step
-            policy_norm = clip_gradient(policy_weights, args.max_grad_norm).item()
-            critic_norm = clip_gradient(critic_weights, args.max_grad_norm).item()
-            norms.append([policy_norm, critic_norm])
-            if math.isfinite(policy_norm + critic_norm):  # otherwise the step would turn the weights into NaN
+                if not norms:  # before the first step
+                    meter.add({"policy/first_ratio_error": (ratio - 1).abs()}, r.mask)
+            weights = [group["params"] for group in optimizer.param_groups]  # of the policy, of the critic
+            norms.append([nn.utils.clip_grad_norm_(x, args.max_grad_norm).item() for x in weights])
+            if np.isfinite(norms[-1]).all():  # otherwise the step would turn the weights into NaN
                 optimizer.step()
     optimizer.zero_grad()
     stats = meter.means()
-    stats["policy/first_ratio_error"] = first_error
     stats["val/ratio_var"] = max(0.0, stats["val/ratio_var"] - stats["val/ratio"] ** 2)  # so far, the mean square
     stats["policy/grad_norm"], stats["val/grad_norm"] = np.mean(norms, 0).tolist()
-    stats["val/skipped_steps"] = sum(not math.isfinite(sum(both)) for both in norms)
+    stats["val/skipped_steps"] = sum(not np.isfinite(both).all() for both in norms)
     returns = rollout.returns[rollout.mask]
     residuals = returns - rollout.values[rollout.mask]
     stats["val/explained_variance"] = 1 - (residuals.var() / returns.var().clamp(min=1e-8)).item()
@@ -640,8 +592,7 @@ def evaluate(policy, reference, reward_fns, prompts, args):
     rollout.ref_logprobs = read_logprobs(reference, rollout, args)
     rollout.kl = rollout.old_logprobs - rollout.ref_logprobs
     score_batch(rollout, reward_fns, policy.tokenizer, args)
-    stats = rollout_stats(rollout, args)
-    return {f"eval/{name}": x for name, x in stats.items()}
+    return {f"eval/{name}": x for name, x in rollout_stats(rollout, args).items()}
 
 
 def show_samples(run, rollout, tokenizer):
@@ -670,43 +621,23 @@ def load_models(args):
 
 
 def load_critic(args, policy):
-    """The critic, a copy of the reward model (N+ details) or of the policy, and the reward model. With LoRA, critic and
-    reward model share a model: the critic has adapters, and a head of its own."""
-    reward_model = load_reward_model(args, policy)
-    if reward_model is None:  # V starts at 0. In OPT-350m, states have half of hidden_size
+    """The critic starts as the reward model (N+ details), if it is used and has the policy's tokens; else as the
+    policy, with values of 0. With LoRA, it has adapters of its own."""
+    tokens = policy.tokenizer.get_vocab()
+    if "reward_model" in args.reward_fn and load_tokenizer(args.reward_model).get_vocab() == tokens:
+        model = load_model(AutoModelForSequenceClassification, args.reward_model)
+        backbone, head = model.base_model, model.score
+        head.bias = nn.Parameter(torch.tensor([getattr(model.config, "reward_bias", 0.0)]))  # see reward_model.py
+        if args.lora_r:
+            add_adapters(backbone, args.lora_r)
+    else:
+        print("the critic starts as the policy")
         backbone = deepcopy(policy.base_model)  # with its adapters
-        head = nn.Linear(policy.get_output_embeddings().weight.shape[1], 1)
+        head = nn.Linear(policy.get_output_embeddings().weight.shape[1], 1)  # in OPT-350m, half of hidden_size
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
-    elif args.lora_r:
-        backbone = reward_model.base_model
-        add_adapters(backbone, args.lora_r)
-        score = reward_model.score.to(args.device)
-        reward_model = SimpleNamespace(base_model=partial(without_adapters, backbone), score=score)
-        head = deepcopy(score).requires_grad_(True)
-    else:
-        backbone = deepcopy(reward_model.base_model).requires_grad_(True)
-        head = deepcopy(reward_model.score).requires_grad_(True)
     backbone.config.use_cache = False
-    return nn.ModuleDict({"base_model": backbone, "score": head}), reward_model
-
-
-def load_reward_model(args, policy):
-    """Loads the reward model; None if --reward-fn does not name it, or its tokens are not the policy's. The bias of its
-    head is the shift that centres the rewards, which reward_model.py stores in the config."""
-    if "reward_model" not in args.reward_fn:
-        return None
-    a = policy.tokenizer
-    b = load_tokenizer(args.reward_model)
-    has_same_tokens = a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
-    if not has_same_tokens or b.chat_template not in (None, a.chat_template):
-        print("the reward model has other tokens: it reads texts, and the critic starts from the policy")
-        return None
-    model = load_model(AutoModelForSequenceClassification, args.reward_model)
-    is_known = model.config.num_labels == 1 and hasattr(model, "score")
-    require(is_known, f"{args.reward_model} is not a causal model with one label: see rewards/classifier.py")
-    model.score.bias = nn.Parameter(torch.tensor([getattr(model.config, "reward_bias", 0.0)]))
-    return model.requires_grad_(False)
+    return nn.ModuleDict({"base_model": backbone, "score": head})
 
 
 def choose_sizes(args, policy, prompts, eval_prompts):
@@ -717,15 +648,12 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
     size = policy.num_parameters()
     # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
-    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6)
-    if args.lora_r:
-        rate *= 10
+    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
     rate = args.learning_rate or float(f"{rate:.2g}")
     tokens = min(8192, 2**29 // config.vocab_size)  # of a pass on a GPU: at most 2**29 logits
     rows = args.micro_batch_size or (16 if args.device == "cpu" else max(1, tokens // longest))
     parts = args.num_mini_batches * WORLD_SIZE
-    is_whole = args.batch_size % parts == 0
-    require(is_whole, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches")
+    require(args.batch_size % parts == 0, f"--batch-size {args.batch_size} is no multiple of {parts}, for mini-batches")
     num_updates = args.total_episodes // args.batch_size
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     sampled = args.local_rollout_forward_batch_size or 4 * rows
@@ -758,8 +686,7 @@ def load_reward_fns(args):
         name = spec.rpartition(":")[2]
         require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
         reward_fns[name] = partial(function_reward, load_function(file + spec, "--reward-fn"))
-    has_weights = len(args.reward_weights) in (0, len(reward_fns))
-    require(has_weights, "--reward-weights needs one number for each function of --reward-fn")
+    require(len(args.reward_weights) in (0, len(reward_fns)), "--reward-weights needs a number for each --reward-fn")
     return reward_fns
 
 
@@ -778,14 +705,15 @@ run_file = cache(runpy.run_path)  # once for all functions of a file: a judge is
 def function_reward(function, rollout, tokenizer, args):
     """(B,) rewards of a user's function, with TRL's signature: f(prompts, completions, **columns) -> numbers or None.
 
-    All arguments are lists with one value per row: prompts, prompts_text (as the policy read them), completions (like
-    the prompts, texts or messages), completion_ids, ended, and the dataset's columns. A process passes its share.
+    All arguments are lists with one value per row: prompts, prompts_text (as the policy read them), completions (texts
+    or messages, as the prompts), prompt_ids, completion_ids, ended, and the dataset's columns; in a process, its share.
     """
     share = torch.arange(len(rollout.mask)).tensor_split(WORLD_SIZE)[RANK]
     r = rollout.select(share)
     columns = {name: [deepcopy(example[name]) for example in r.examples] for name in r.examples[0]}
     columns["prompts"] = columns["prompt"]
-    columns["prompts_text"] = tokenizer.batch_decode(columns.pop("input_ids"))
+    columns["prompt_ids"] = [ids.tolist() for ids in columns.pop("input_ids")]
+    columns["prompts_text"] = tokenizer.batch_decode(columns["prompt_ids"])
     columns["completions"] = decode(r, tokenizer)
     columns["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses.cpu(), r.mask.cpu())]
     columns["ended"] = r.ended.tolist()
@@ -811,7 +739,9 @@ def read_rewards(returned, n, name):
 def load_prompts(args, tokenizer, split):
     """The rows of a split, each with the ids of its prompt as `input_ids`, without prompts that are too long."""
     rows = read_rows(args, split)
-    is_chat = isinstance(rows[0].get("prompt") if rows else None, list)
+    if not rows:
+        return []
+    is_chat = isinstance(rows[0].get("prompt"), list)
 
     def text_of(row):
         """The prompt as the policy reads it. Messages are rendered up to where the assistant's answer begins."""
@@ -824,10 +754,9 @@ def load_prompts(args, tokenizer, split):
 
     ids = encode(parse(rows, text_of, f"{args.dataset}, {split}"), tokenizer, is_chat)
     prompts = [row | {"input_ids": x} for row, x in zip(rows, ids) if len(x) <= args.max_prompt_length]
-    require(prompts or not rows, f"the shortest prompt has {min(map(len, ids), default=0)} tokens: --max-prompt-length")
-    if prompts:
-        print(f"{split}: {len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
-        print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
+    require(prompts, f"the shortest prompt has {min(map(len, ids))} tokens: --max-prompt-length")
+    read = tokenizer.decode(prompts[0]["input_ids"])
+    print(f"{split}: {len(prompts)} of {len(rows)} prompts are short enough. As the policy reads the first: {read!r}")
     return prompts
 
 
@@ -853,11 +782,10 @@ def read_rows(args, split):
     """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
     hub; [] if there is no validation. All rows have the same columns: None where the file has no value."""
     path = Path(args.dataset)
-    if path.is_file():
-        splits = {"train": path}
-    elif path.is_dir():
-        files = [file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet")]
-        splits = {file.stem: file for file in files}
+    if path.exists():
+        files = path.iterdir() if path.is_dir() else [path]
+        files = [file for file in files if file.suffix in (".jsonl", ".parquet")]
+        splits = {"train" if file == path else file.stem: file for file in files}
     else:
         import datasets
 
@@ -866,18 +794,17 @@ def read_rows(args, split):
         splits = dict.fromkeys(datasets.get_dataset_split_names(args.dataset, args.dataset_config), path)
     if split not in splits and split in (None, "validation"):
         return []
-    require(split in splits, f"{path} has no {split}.jsonl or {split}.parquet, only the splits {list(splits)}")
+    require(split in splits, f"{path} has no {split}.jsonl or .parquet, only {list(splits)}: see recipes/data.py")
     file = splits[split]
     if file.suffix == ".jsonl":
-        lines = file.read_bytes().splitlines()
-        rows = parse(lines, lambda line: {**json.loads(line)}, file)
-    elif file.suffix == ".parquet":
-        rows = pyarrow.parquet.read_table(file).to_pylist()
+        rows = parse(file.read_bytes().splitlines(), lambda line: {**json.loads(line)}, file)
     else:
-        require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
-        rows = datasets.load_dataset(args.dataset, args.dataset_config, split=split).to_list()
-    if file.suffix != ".jsonl":  # a schema puts nulls, at any depth, where a row has no such key
+        if file.suffix == ".parquet":
+            rows = pyarrow.parquet.read_table(file).to_pylist()
+        else:
+            rows = datasets.load_dataset(args.dataset, args.dataset_config, split=split).to_list()
         text = json.dumps(rows, default=str)  # dates as texts
+        # a schema puts nulls, at any depth, where a row has no such key
         rows = json.loads(text, object_hook=lambda x: {key: value for key, value in x.items() if value is not None})
     require(rows, f"{file} has no rows")
     print(f"{split}: {len(rows)} rows of {file}")
@@ -887,8 +814,7 @@ def read_rows(args, split):
 
 def check_text(text, column):
     """Refuses what is no text, is empty, or is a conversation as JSON text."""
-    is_text = isinstance(text, str) and text.strip()
-    is_text = is_text and not re.match(r'\s*\[\s*{\s*"(role|content)"', text)
+    is_text = isinstance(text, str) and text.strip() and not text.lstrip().startswith(('[{"role"', '[{"content"'))
     require(is_text, f"{column!r} should be a text in all rows, or messages in all rows, but this is {text!r:.60}")
 
 
@@ -906,11 +832,8 @@ def check_messages(messages, last):
 def render(messages, row, tokenizer, **options):
     """Renders messages with the chat template, which gets the row's `tools` and `chat_template_kwargs` (as in TRL).
     Refuses a row of which the template leaves something out."""
-    settings = row.get("chat_template_kwargs") or {}
-    is_plain = isinstance(settings, dict) and "chat_template" not in settings
-    require(is_plain, f"chat_template_kwargs should be an object, without a template: {settings!r:.60}")
-    options = settings | {"tools": row.get("tools"), "tokenize": False} | options
-    text = tokenizer.apply_chat_template(messages, **options)
+    options |= {"tools": row.get("tools"), "tokenize": False, "chat_template": None}  # a row cannot change these
+    text = tokenizer.apply_chat_template(messages, **options, **(row.get("chat_template_kwargs") or {}))
     for message in messages:
         require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
     return text
@@ -922,8 +845,7 @@ def turn_end(tokenizer):
     <|im_end|>, or else EOS. A placeholder shows it: an answer could hold these texts."""
     question = {"role": "user", "content": "Hi"}
     answer = {"role": "assistant", "content": "PLACEHOLDER"}
-    text = tokenizer.apply_chat_template([question, answer], tokenize=False)
-    tail = text.rpartition("PLACEHOLDER")[2]
+    tail = tokenizer.apply_chat_template([question, answer], tokenize=False).rpartition("PLACEHOLDER")[2]
     tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
     ends = [tail.index(token) + len(token) for token in tokens if token in tail]
     return tail, tail[: min(ends)] if ends else tokenizer.eos_token
@@ -937,10 +859,9 @@ def encode(texts, tokenizer, is_chat=False):
     for start in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
         batch = tokenizer(texts[start : start + 1000], add_special_tokens=not is_chat)["input_ids"]
         for ids in batch:
-            if not unknown.isdisjoint(ids):
-                sys.exit(f"error: row {len(rows) + 1}: --model has no token for a part of {texts[len(rows)]!r:.60}")
-            ids = ids[:-1] if adds_eos else ids
-            rows.append(np.array(ids, np.int32))
+            text = texts[len(rows)]
+            require(unknown.isdisjoint(ids), f"row {len(rows) + 1}: --model has no token for a part of {text!r:.60}")
+            rows.append(np.array(ids[:-1] if adds_eos else ids, np.int32))
     return rows
 
 
@@ -990,9 +911,8 @@ def load_model(auto_class, name, new_weights=()):
 
 
 def set_stop_tokens(model, is_chat, temperature):
-    """Sets the ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>, if they
-    are added tokens, since a config's default can be any token; in conversations also the end of the chat template's
-    turns. Other programs sample from the saved model as the run does."""
+    """Sets the tokens that end a text: EOS; added tokens of the generation config, whose default can be any token; in
+    conversations, the end of the template's turns. Other programs sample from the saved model as the run does."""
     tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
     ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
@@ -1035,8 +955,7 @@ def autocast(args):
 
 # --- Processes
 def start(args):
-    """Makes the folder of the run, joins the processes of torchrun, and configures the libraries. Returns the settings
-    with the folder."""
+    """Makes the run's folder, which the returned settings name, joins torchrun's processes, configures libraries."""
     name = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:
@@ -1092,7 +1011,7 @@ def place(model, args):
                 module.bfloat16()  # once: autocast would cast a frozen weight at each use
     if WORLD_SIZE > 1 and (is_trained or args.zero_stage == 3):
         mesh = dist.init_device_mesh(torch.device(args.device).type, (WORLD_SIZE,))
-        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
+        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # which are called
         norms = [module for module in model.modules() if "Norm" in type(module).__name__]  # one group, in float32
         for module in ([norms] if norms else []) + layers + roots:
             sent = torch.bfloat16 if args.bf16 and module in layers else None  # the type of what is gathered
@@ -1108,28 +1027,13 @@ def shards(model):
 
 @contextmanager
 def gathered(model, args):
-    """Within this context, each process has all weights of a model: they are sent once, not for each token."""
+    """Within this context, a process keeps all weights of a model that it has read: they are sent once."""
     for module in shards(model):
         module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
     yield
     for module in shards(model):
         module.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
         module.reshard()
-
-
-def print_outlook(scores_std, ended_share):
-    """Says if a first evaluation shows that a run can hardly learn."""
-    if scores_std == 0:
-        print("all held-out responses have the same score: there is nothing to learn from (see --reward-fn)")
-    if ended_share < 0.5:
-        print(f"only {ended_share:.0%} of the held-out responses end: see --response-length")
-
-
-def clip_gradient(parameters, max_norm):
-    """Clips the gradient, which is averaged over processes, to max_norm, and returns its norm before."""
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm.full_tensor() if WORLD_SIZE > 1 else norm
 
 
 # --- The run
@@ -1168,8 +1072,7 @@ class Run:
             self.wandb = wandb.init(id=self.output.name, resume="allow", dir=self.output, config=asdict(args))
 
     def steps(self):
-        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
-        after the current step."""
+        """Yields the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop after a step."""
         numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
         numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
         handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
@@ -1177,8 +1080,7 @@ class Run:
             self.step += 1
             self.step_started = time.perf_counter()
             yield self.step
-            wishes = all_reduce(torch.tensor(int(self.stop_requested)))
-            self.stop_requested = wishes.item() > 0  # in any process
+            self.stop_requested = all_reduce(torch.tensor(int(self.stop_requested))).item() > 0  # in any process
             if self.stop_requested or self.step % self.args.save_steps == 0:
                 self.save()
         for number, handler in handlers.items():
@@ -1204,10 +1106,6 @@ class Run:
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
-    def is_due(self, every):
-        """Whether this step is a multiple of `every`, or the last one."""
-        return self.step % max(1, every) == 0 or self.step == self.num_steps
-
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -1215,8 +1113,7 @@ class Run:
         if RANK:
             return
         num_bytes = (self.output / "metrics.jsonl").stat().st_size
-        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]  # without tied ones
-        weights = {name: weights[name] for name in trained}
+        weights = {name: weights[name] for name, p in self.models.named_parameters() if p.requires_grad}  # tied: once
         saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
         saved |= {"weights": weights, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
@@ -1227,8 +1124,7 @@ class Run:
             unfinished.rename(folder / f"step-{self.step:08d}.pt")
         finally:
             unfinished.unlink(missing_ok=True)  # if the disk is full
-        files = sorted(folder.glob("step-*.pt"))
-        for old in files[: -self.args.save_total_limit]:
+        for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
             old.unlink()
 
     def restore(self):
@@ -1251,8 +1147,6 @@ class Run:
         """Saves the model."""
         self.bar.close()
         save_model(self.models["model"], self.output)
-        if RANK:
-            return
         print(f"saved in {self.output}: the model, and metrics.jsonl (tools/card.py draws it)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
@@ -1261,11 +1155,9 @@ class Run:
 
 def save_model(model, folder):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter alone (see tools/merge.py)."""
-    weights = None
-    if WORLD_SIZE > 1:  # gathers the shares of all processes
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(model, options=options)
-        weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # the shares of all processes
+    weights = get_model_state_dict(model, options=options)
+    weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
     if not RANK:
         model.save_pretrained(folder, state_dict=weights)
         model.config.save_pretrained(folder)

@@ -1,9 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = [
-#     "torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
-#     "pydantic==2.14.3", "tqdm==4.70.1",
-# ]
+# dependencies = ["torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
+#     "pydantic==2.14.3", "tqdm==4.70.1"]
 # ///
 """Supervised fine-tuning: texts -> policy.
 
@@ -162,7 +160,7 @@ def train(args):
         stats |= {"step": step, "epoch": step / steps_per_pass, "num_tokens": state["num_tokens"]}
         stats["lr"] = optimizer.param_groups[0]["lr"]
         stats["perf/tokens_per_second"] = num_labels / (time.perf_counter() - run.step_started)
-        if eval_texts and run.is_due(args.eval_steps):
+        if eval_texts and (step % args.eval_steps == 0 or step == num_steps):
             stats |= evaluate(policy, eval_texts, args)
         run.log(stats, "loss", "mean_token_accuracy")
         schedule.step()
@@ -174,8 +172,7 @@ def load_texts(args, tokenizer, split):
     """The texts of a split: pairs of token ids (S,) and a mask of labels (S,), cut to max_length tokens.
 
     A text is encoded as a whole: the completion alone could have other tokens, since SentencePiece puts a space before
-    every text. Its first tokens have to be those of the prompt alone, because these are what a rollout reads.
-    """
+    every text. Its first tokens have to be those of the prompt alone, because these are what a rollout reads."""
     rows = read_rows(args, split)
     if not rows:
         return []
@@ -246,43 +243,35 @@ def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
 
 
 class SlicedLogprobs(torch.autograd.Function):
-    """token_logprobs of logits (b, T, V), in slices of 4 MB (64 MB on a GPU): no other tensor has the logits' size."""
-
-    @staticmethod
-    def slices(logits, *columns):
-        """Splits logits (b, T, V) to (n, V), and columns (b, T) to (n,)."""
-        n = max(1, (2**20 if logits.is_cpu else 2**24) // logits.shape[-1])
-        return zip(logits.flatten(0, 1).split(n), *(x.flatten().split(n) for x in columns))
+    """token_logprobs of logits (b, T, V), in slices of 16 MB. The gradient takes the memory of the logits, so no other
+    tensor has this size; autograd would end the run if another step needed them."""
 
     @staticmethod
     def forward(ctx, logits, tokens, temperature, with_entropy):
-        """Log-probabilities (b, T), and entropies (b, T), which have no gradient."""
         logits = logits.contiguous()
         ctx.save_for_backward(logits, tokens)
         ctx.temperature = temperature
-        parts = [token_logprobs(*x, temperature, with_entropy) for x in SlicedLogprobs.slices(logits, tokens)]
+        ctx.n = 2**22 // logits.shape[-1]  # tokens of a slice
+        slices = zip(logits.flatten(0, 1).split(ctx.n), tokens.flatten().split(ctx.n))
+        parts = [token_logprobs(*x, temperature, with_entropy) for x in slices]
         logprobs, entropy = [torch.cat(x).view(tokens.shape) for x in zip(*parts)]
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad, _):
-        """(one_hot - softmax) / temperature, times the gradient. It takes the memory of the logits: autograd would end
-        the run if another step needed them."""
         logits, tokens = ctx.saved_tensors
-        for x, token, slope in SlicedLogprobs.slices(logits, tokens, grad / ctx.temperature):
-            slope = slope[:, None]
+        columns = [x.reshape(-1, 1).split(ctx.n) for x in (tokens, grad / ctx.temperature)]
+        for x, token, slope in zip(logits.flatten(0, 1).split(ctx.n), *columns):  # (n, V), (n, 1), (n, 1)
             gradient = (x.float() / ctx.temperature).softmax(-1).mul_(-slope)
-            gradient.scatter_add_(1, token[:, None], slope)
-            x.copy_(gradient)
+            x.copy_(gradient.scatter_add_(1, token, slope))  # slope * (one_hot - softmax)
         return logits, None, None, None
 
 
 def read_labels(policy, texts, args):
     """For the n labels of some texts: their losses -log pi (n,), their tokens (n,), and whether each was the likeliest.
 
-    L counts the positions where at least one text has a label: logits, the largest tensor, are computed only there.
-    """
+    L counts the positions where at least one text has a label: logits, the largest tensor, are computed only there."""
     ids, mask = pad([ids for ids, _ in texts], policy.tokenizer, args)  # (b, S) each
     labels = [torch.from_numpy(is_label) for _, is_label in texts]
     is_label = nn.utils.rnn.pad_sequence(labels, batch_first=True).to(args.device)
@@ -301,8 +290,7 @@ def update(policy, optimizer, batch, args):
     """Steps 2 and 3: one optimiser step on a batch of texts. Returns its metrics and the number of its labels.
 
     The loss is the mean over all labels of the batch, however it is split into micro-batches and among processes. In a
-    mean of micro-batches' means, labels in a micro-batch with few would weigh more.
-    """
+    mean of micro-batches' means, labels in a micro-batch with few would weigh more."""
     num_labels = int(sum(is_label[1:].sum() for _, is_label in batch))
     sums = torch.zeros(2, device=args.device)  # of losses, and of likeliest tokens that were right
     policy.train()  # with dropout, if the model's config has any
@@ -313,7 +301,7 @@ def update(policy, optimizer, batch, args):
         (WORLD_SIZE * loss).backward()  # gradients are averaged over processes
         sums += torch.stack([loss.detach(), is_hit.sum() / num_labels])
     policy.eval()
-    grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
+    grad_norm = nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
     if math.isfinite(grad_norm):  # otherwise the step would turn the weights into NaN
         optimizer.step()
     loss, accuracy = all_reduce(sums).tolist()
@@ -407,11 +395,10 @@ def read_rows(args, split):
     """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
     hub; [] if there is no validation. All rows have the same columns: None where the file has no value."""
     path = Path(args.dataset)
-    if path.is_file():
-        splits = {"train": path}
-    elif path.is_dir():
-        files = [file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet")]
-        splits = {file.stem: file for file in files}
+    if path.exists():
+        files = path.iterdir() if path.is_dir() else [path]
+        files = [file for file in files if file.suffix in (".jsonl", ".parquet")]
+        splits = {"train" if file == path else file.stem: file for file in files}
     else:
         import datasets
 
@@ -420,18 +407,17 @@ def read_rows(args, split):
         splits = dict.fromkeys(datasets.get_dataset_split_names(args.dataset, args.dataset_config), path)
     if split not in splits and split in (None, "validation"):
         return []
-    require(split in splits, f"{path} has no {split}.jsonl or {split}.parquet, only the splits {list(splits)}")
+    require(split in splits, f"{path} has no {split}.jsonl or .parquet, only {list(splits)}: see recipes/data.py")
     file = splits[split]
     if file.suffix == ".jsonl":
-        lines = file.read_bytes().splitlines()
-        rows = parse(lines, lambda line: {**json.loads(line)}, file)
-    elif file.suffix == ".parquet":
-        rows = pyarrow.parquet.read_table(file).to_pylist()
+        rows = parse(file.read_bytes().splitlines(), lambda line: {**json.loads(line)}, file)
     else:
-        require(not file.exists(), f"{file} is neither jsonl nor parquet: recipes/data.py converts others")
-        rows = datasets.load_dataset(args.dataset, args.dataset_config, split=split).to_list()
-    if file.suffix != ".jsonl":  # a schema puts nulls, at any depth, where a row has no such key
+        if file.suffix == ".parquet":
+            rows = pyarrow.parquet.read_table(file).to_pylist()
+        else:
+            rows = datasets.load_dataset(args.dataset, args.dataset_config, split=split).to_list()
         text = json.dumps(rows, default=str)  # dates as texts
+        # a schema puts nulls, at any depth, where a row has no such key
         rows = json.loads(text, object_hook=lambda x: {key: value for key, value in x.items() if value is not None})
     require(rows, f"{file} has no rows")
     print(f"{split}: {len(rows)} rows of {file}")
@@ -441,8 +427,7 @@ def read_rows(args, split):
 
 def check_text(text, column):
     """Refuses what is no text, is empty, or is a conversation as JSON text."""
-    is_text = isinstance(text, str) and text.strip()
-    is_text = is_text and not re.match(r'\s*\[\s*{\s*"(role|content)"', text)
+    is_text = isinstance(text, str) and text.strip() and not text.lstrip().startswith(('[{"role"', '[{"content"'))
     require(is_text, f"{column!r} should be a text in all rows, or messages in all rows, but this is {text!r:.60}")
 
 
@@ -469,11 +454,8 @@ def check_messages(messages, last):
 def render(messages, row, tokenizer, **options):
     """Renders messages with the chat template, which gets the row's `tools` and `chat_template_kwargs` (as in TRL).
     Refuses a row of which the template leaves something out."""
-    settings = row.get("chat_template_kwargs") or {}
-    is_plain = isinstance(settings, dict) and "chat_template" not in settings
-    require(is_plain, f"chat_template_kwargs should be an object, without a template: {settings!r:.60}")
-    options = settings | {"tools": row.get("tools"), "tokenize": False} | options
-    text = tokenizer.apply_chat_template(messages, **options)
+    options |= {"tools": row.get("tools"), "tokenize": False, "chat_template": None}  # a row cannot change these
+    text = tokenizer.apply_chat_template(messages, **options, **(row.get("chat_template_kwargs") or {}))
     for message in messages:
         require(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
     return text
@@ -485,8 +467,7 @@ def turn_end(tokenizer):
     <|im_end|>, or else EOS. A placeholder shows it: an answer could hold these texts."""
     question = {"role": "user", "content": "Hi"}
     answer = {"role": "assistant", "content": "PLACEHOLDER"}
-    text = tokenizer.apply_chat_template([question, answer], tokenize=False)
-    tail = text.rpartition("PLACEHOLDER")[2]
+    tail = tokenizer.apply_chat_template([question, answer], tokenize=False).rpartition("PLACEHOLDER")[2]
     tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
     ends = [tail.index(token) + len(token) for token in tokens if token in tail]
     return tail, tail[: min(ends)] if ends else tokenizer.eos_token
@@ -508,10 +489,9 @@ def encode(texts, tokenizer, is_chat=False):
     for start in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
         batch = tokenizer(texts[start : start + 1000], add_special_tokens=not is_chat)["input_ids"]
         for ids in batch:
-            if not unknown.isdisjoint(ids):
-                sys.exit(f"error: row {len(rows) + 1}: --model has no token for a part of {texts[len(rows)]!r:.60}")
-            ids = ids[:-1] if adds_eos else ids
-            rows.append(np.array(ids, np.int32))
+            text = texts[len(rows)]
+            require(unknown.isdisjoint(ids), f"row {len(rows) + 1}: --model has no token for a part of {text!r:.60}")
+            rows.append(np.array(ids[:-1] if adds_eos else ids, np.int32))
     return rows
 
 
@@ -561,9 +541,8 @@ def load_model(auto_class, name, new_weights=()):
 
 
 def set_stop_tokens(model, is_chat, temperature):
-    """Sets the ids of the tokens that end a text: EOS, and those of the generation config, such as <|im_end|>, if they
-    are added tokens, since a config's default can be any token; in conversations also the end of the chat template's
-    turns. Other programs sample from the saved model as the run does."""
+    """Sets the tokens that end a text: EOS; added tokens of the generation config, whose default can be any token; in
+    conversations, the end of the template's turns. Other programs sample from the saved model as the run does."""
     tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
     ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
@@ -592,8 +571,7 @@ def autocast(args):
 
 # --- Processes
 def start(args):
-    """Makes the folder of the run, joins the processes of torchrun, and configures the libraries. Returns the settings
-    with the folder."""
+    """Makes the run's folder, which the returned settings name, joins torchrun's processes, configures libraries."""
     name = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:
@@ -640,7 +618,7 @@ def place(model, args):
                 module.bfloat16()  # once: autocast would cast a frozen weight at each use
     if WORLD_SIZE > 1 and (is_trained or args.zero_stage == 3):
         mesh = dist.init_device_mesh(torch.device(args.device).type, (WORLD_SIZE,))
-        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
+        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # which are called
         norms = [module for module in model.modules() if "Norm" in type(module).__name__]  # one group, in float32
         for module in ([norms] if norms else []) + layers + roots:
             sent = torch.bfloat16 if args.bf16 and module in layers else None  # the type of what is gathered
@@ -652,12 +630,6 @@ def place(model, args):
 def shards(model):
     """The parts of a model that are divided among processes."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def clip_gradient(parameters, max_norm):
-    """Clips the gradient, which is averaged over processes, to max_norm, and returns its norm before."""
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm.full_tensor() if WORLD_SIZE > 1 else norm
 
 
 # --- The run
@@ -696,8 +668,7 @@ class Run:
             self.wandb = wandb.init(id=self.output.name, resume="allow", dir=self.output, config=asdict(args))
 
     def steps(self):
-        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop
-        after the current step."""
+        """Yields the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and SIGHUP end the loop after a step."""
         numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
         numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
         handlers = {number: signal.signal(number, self.on_signal) for number in numbers}
@@ -705,8 +676,7 @@ class Run:
             self.step += 1
             self.step_started = time.perf_counter()
             yield self.step
-            wishes = all_reduce(torch.tensor(int(self.stop_requested)))
-            self.stop_requested = wishes.item() > 0  # in any process
+            self.stop_requested = all_reduce(torch.tensor(int(self.stop_requested))).item() > 0  # in any process
             if self.stop_requested or self.step % self.args.save_steps == 0:
                 self.save()
         for number, handler in handlers.items():
@@ -732,10 +702,6 @@ class Run:
         if self.wandb:
             self.wandb.log(stats, step=self.step)
 
-    def is_due(self, every):
-        """Whether this step is a multiple of `every`, or the last one."""
-        return self.step % max(1, every) == 0 or self.step == self.num_steps
-
     def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -743,8 +709,7 @@ class Run:
         if RANK:
             return
         num_bytes = (self.output / "metrics.jsonl").stat().st_size
-        trained = [name for name, p in self.models.named_parameters() if p.requires_grad]  # without tied ones
-        weights = {name: weights[name] for name in trained}
+        weights = {name: weights[name] for name, p in self.models.named_parameters() if p.requires_grad}  # tied: once
         saved = {"step": self.step, "state": self.state, "num_bytes": num_bytes}
         saved |= {"weights": weights, "moments": optimizer["state"]}
         folder = self.output / "checkpoints"
@@ -755,8 +720,7 @@ class Run:
             unfinished.rename(folder / f"step-{self.step:08d}.pt")
         finally:
             unfinished.unlink(missing_ok=True)  # if the disk is full
-        files = sorted(folder.glob("step-*.pt"))
-        for old in files[: -self.args.save_total_limit]:
+        for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
             old.unlink()
 
     def restore(self):
@@ -779,8 +743,6 @@ class Run:
         """Saves the model."""
         self.bar.close()
         save_model(self.models["model"], self.output)
-        if RANK:
-            return
         print(f"saved in {self.output}: the model, and metrics.jsonl (tools/card.py draws it)")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
@@ -789,11 +751,9 @@ class Run:
 
 def save_model(model, folder):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter alone (see tools/merge.py)."""
-    weights = None
-    if WORLD_SIZE > 1:  # gathers the shares of all processes
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(model, options=options)
-        weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # the shares of all processes
+    weights = get_model_state_dict(model, options=options)
+    weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
     if not RANK:
         model.save_pretrained(folder, state_dict=weights)
         model.config.save_pretrained(folder)

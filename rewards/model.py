@@ -1,4 +1,6 @@
-"""A reward model as a reward function. ppo.py needs it only for a model with another tokenizer than the policy's.
+"""A reward model as a reward function.
+
+It reads the policy's tokens if its own tokenizer and chat template make the same tokens of the prompt; else the texts.
 
 python rloo.py --model ./sft --dataset prompts.jsonl --reward-model ./reward_model
 REWARD_MODEL=./reward_model python grpo.py --model ./sft --dataset prompts.jsonl --reward-fn rewards/model.py:score
@@ -16,8 +18,14 @@ MODEL = os.environ.get("REWARD_MODEL", f"{Path(__file__).resolve().parent.parent
 BATCH_SIZE = 32  # texts in one forward pass
 PLACEHOLDER = "an answer"
 
-if AutoConfig.from_pretrained(MODEL).num_labels != 1:
-    sys.exit(f"error: {MODEL} is not a causal model with one label: see rewards/classifier.py")
+
+def check() -> None:
+    """Exits if this is no causal model with one label. Loads no weights."""
+    config = AutoConfig.from_pretrained(MODEL)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    if config.num_labels != 1 or not hasattr(model, "score"):
+        sys.exit(f"error: {MODEL} is not a causal model with one label: see rewards/classifier.py")
 
 
 @cache
@@ -28,8 +36,6 @@ def load() -> tuple:
     has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)  # false without a GPU
     dtype = torch.bfloat16 if has_bfloat16 else torch.float32  # half the memory, and faster
     model = AutoModelForSequenceClassification.from_pretrained(MODEL, dtype=dtype)
-    if not hasattr(model, "score"):
-        sys.exit(f"error: {MODEL} is not a causal model with one label: see rewards/classifier.py")
     model.score.float()  # bfloat16 is too coarse for a reward
     return tokenizer, model.to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -54,10 +60,28 @@ def encode(prompt: str | list, completion: str | list, has_end: bool, options: d
         behind, end = turn_end()
         text = tokenizer.apply_chat_template(prompt + completion, tokenize=False, **options).removesuffix(behind)
         return tokenizer(text + end * has_end, add_special_tokens=False)["input_ids"]
-    ids = tokenizer(prompt + completion)["input_ids"]
-    adds_eos = tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id  # some tokenizers write it after each text
-    ids = ids[:-1] if adds_eos else ids
-    return [*ids, tokenizer.eos_token_id] if has_end else ids
+    return encode_text(prompt + completion) + [tokenizer.eos_token_id] * has_end
+
+
+def encode_text(text: str) -> list[int]:
+    """The tokens of a text, without the EOS that some tokenizers write after each text."""
+    tokenizer, _ = load()
+    ids = tokenizer(text)["input_ids"]
+    adds_eos = tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
+    return ids[:-1] if adds_eos else ids
+
+
+def reads_the_same(prompt: str | list, completion: str | list, ids: list[int], new: list[int], options: dict) -> bool:
+    """Whether the policy's tokens of a prompt, and the new ones of its completion, are the same texts here."""
+    tokenizer, _ = load()
+    own = tokenizer.decode(new, skip_special_tokens=True).strip()
+    if not isinstance(prompt, list):
+        return own == completion.strip() and encode_text(prompt) == ids
+    if not tokenizer.chat_template:
+        return False
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
+    encoded = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return own == completion[0]["content"].strip() and encoded == ids
 
 
 @torch.no_grad()
@@ -70,7 +94,16 @@ def score(prompts: list, completions: list, ended: list[bool] | None = None, **c
     for i, (prompt, completion) in enumerate(zip(prompts, completions)):
         options = {"tools": columns["tools"][i]} if "tools" in columns else {}
         options |= (columns["chat_template_kwargs"][i] or {}) if "chat_template_kwargs" in columns else {}
-        rows.append(encode(prompt, completion, ended[i] if ended else True, options))
+        row = encode(prompt, completion, ended[i] if ended else True, options)
+        if "prompt_ids" in columns:
+            ids, new_ids = columns["prompt_ids"][i], columns["completion_ids"][i]
+            if reads_the_same(prompt, completion, ids, new_ids, options):
+                row = ids + new_ids
+        rows.append(row)
+    longest = max(map(len, rows))
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
+    if longest > limit:
+        sys.exit(f"error: a prompt and its answer have {longest} tokens, but {MODEL} reads {limit}")
     scores = []
     for start in range(0, len(rows), BATCH_SIZE):
         part = {"input_ids": rows[start : start + BATCH_SIZE]}
@@ -83,4 +116,5 @@ def score(prompts: list, completions: list, ended: list[bool] | None = None, **c
     return scores
 
 
+check()
 reward_model = score  # the name in --reward-fn of the scripts that have --reward-model

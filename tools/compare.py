@@ -219,7 +219,7 @@ def answer_all(policy, rows, seed, args, texts=()):
     settings = settings_of(args)
     policy.stop_token_ids = stop_tokens(policy, is_chat=isinstance(rows[0]["prompt"], list))
     check_length(policy, max(len(row["input_ids"]) for row in rows) + args.response_length)
-    reward = load_reward(args.reward_fn, policy, rows, settings) if args.reward_fn else None
+    reward = load_reward(args.reward_fn, policy, settings) if args.reward_fn else None
     torch.manual_seed(seed)
     answers = []
     for i in tqdm(range(0, len(rows), args.batch_size), desc=policy.name_or_path, dynamic_ncols=True):

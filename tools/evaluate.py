@@ -87,7 +87,7 @@ def evaluate(args):
     policy.stop_token_ids = stop_tokens(policy, is_chat=isinstance(rows[0]["prompt"], list))
     longest = max(len(row["input_ids"]) for row in rows) + args.response_length
     check_length(policy, longest)
-    rewards = {spec: load_reward(spec, policy, rows, settings) for spec in args.reward_fn}
+    rewards = {spec: load_reward(spec, policy, settings) for spec in args.reward_fn}
     if args.env:
         rewards[args.env] = lambda episodes: episodes.rewards.sum(1)
         policy.environment = ppo.load_function(find(args.env), "--env")
@@ -244,7 +244,7 @@ def check_length(model, num_tokens):
     )
 
 
-def load_reward(spec, policy, rows, settings):
+def load_reward(spec, policy, settings):
     """The reward that a spec names, as a function of a rollout; it returns one number (B,) for each response."""
     if ":" in spec:
         settings = replace(settings, reward_fn=(find(spec),))
@@ -253,16 +253,7 @@ def load_reward(spec, policy, rows, settings):
         os.environ["REWARD_MODEL"] = settings.reward_model  # for rewards/model.py
     with reading(spec):
         [read] = ppo.load_reward_fns(settings).values()
-        model = ppo.load_reward_model(settings, policy)  # None for a function, or if it has another tokenizer
-    if model is None:
-        return lambda r: read(r, policy.tokenizer, settings)
-    ppo.place(model, settings)
-
-    def reward(r):
-        check_length(model, r.joined()[1].sum(1).max().item())
-        return ppo.model_reward(model, r, policy.tokenizer, settings)
-
-    return reward
+    return lambda r: read(r, policy.tokenizer, settings)
 
 
 def configure():
