@@ -177,9 +177,9 @@ def train(args):
     run = Run(args, num_updates, optimizer, schedule, {}, model=policy)
     if run.step == 0 and eval_prompts:
         first = evaluate(policy, reference, eval_prompts, args)
-        if first["eval/reward_std"] == 0:
-            print("all held-out episodes have the same score: there is nothing to learn from (see --env)")
-        run.log(first, "eval/reward", "eval/turns", "eval/ended")
+        if first["eval/reward_std"] == 0 or first["eval/ended"] < 0.5:
+            print("held-out scores are all equal (see --env), or few episodes end (see --response-length)")
+        run.log(first, "eval/reward", "eval/turns")
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
 

@@ -177,9 +177,9 @@ def train(args):
     run = Run(args, num_updates, optimizer, schedule, {}, model=policy)
     if run.step == 0 and eval_prompts:
         first = evaluate(policy, reference, reward_fns, eval_prompts, args)
-        if first["eval/reward_std"] == 0:
-            print("all held-out responses have the same score: there is nothing to learn from (see --reward-fn)")
-        run.log(first, "eval/reward", "eval/completions/clipped_ratio")
+        if first["eval/reward_std"] == 0 or first["eval/completions/clipped_ratio"] > 0.5:
+            print("held-out scores are all equal (see --reward-fn), or few responses end (see --response-length)")
+        run.log(first, "eval/reward")
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
 
@@ -541,13 +541,13 @@ def update(policy, optimizer, rollout, args):
     num_parts = args.num_mini_batches * WORLD_SIZE
     num_rows = args.batch_size / num_parts
     num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average
-    meter = Meter()
-    norms = []  # of the gradients
-    total = torch.zeros((), device=args.device)  # the sum of the losses
+    logs = []  # the metrics of each mini-batch
     for _ in range(args.num_ppo_epochs):
         order = torch.randperm(args.batch_size).to(args.device)
         for mini_batch in order.split(args.batch_size // args.num_mini_batches):  # row numbers
             optimizer.zero_grad()
+            meter = Meter()
+            total = torch.zeros((), device=args.device)  # the sum of the losses
             for index in rollout.micro_batches(mini_batch, args):
                 r = rollout.select(index)
                 mask = r.loss_mask
@@ -574,19 +574,17 @@ def update(policy, optimizer, rollout, args):
                     "clip_ratio/high_mean": is_high,
                     "clip_ratio/region_mean": is_low | is_high,
                     "policy/approxkl_avg": 0.5 * change**2,
+                    "policy/first_ratio_error": (change.exp() - 1).abs(),
                 }
                 meter.add(metrics, mask)
-                if not norms:  # before the first step
-                    meter.add({"policy/first_ratio_error": (change.exp() - 1).abs()}, mask)
-            norm = nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm)
-            norms.append(norm.item())
-            if math.isfinite(norms[-1]):  # otherwise the step would turn the weights into NaN
+            norm = nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
+            if math.isfinite(norm):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
+            logs.append(meter.means() | {"loss": all_reduce(total).item() / WORLD_SIZE, "grad_norm": norm})
     optimizer.zero_grad()
-    stats = meter.means()
-    stats["loss"] = all_reduce(total).item() / (WORLD_SIZE * len(norms))
-    stats["grad_norm"] = np.mean(norms).item()
-    stats["val/skipped_steps"] = sum(not math.isfinite(norm) for norm in norms)
+    stats = {name: np.mean([log[name] for log in logs]).item() for name in logs[0]}  # as in TRL
+    stats["policy/first_ratio_error"] = logs[0]["policy/first_ratio_error"]  # before the first step
+    stats["val/skipped_steps"] = sum(not math.isfinite(log["grad_norm"]) for log in logs)
     return stats
 
 

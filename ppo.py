@@ -179,9 +179,9 @@ def train(args):
     run = Run(args, num_updates, optimizer, schedule, {}, model=policy, critic=critic)
     if run.step == 0 and eval_prompts:
         first = evaluate(policy, reference, reward_fns, eval_prompts, args)
-        if first["eval/objective/scores_std"] == 0:
-            print("all held-out responses have the same score: there is nothing to learn from (see --reward-fn)")
-        run.log(first, "eval/objective/scores", "eval/val/eos_share")
+        if first["eval/objective/scores_std"] == 0 or first["eval/val/eos_share"] < 0.5:
+            print("held-out scores are all equal (see --reward-fn), or few responses end (see --response-length)")
+        run.log(first, "eval/objective/scores")
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
 

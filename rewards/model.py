@@ -34,9 +34,9 @@ def load() -> tuple:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)  # false without a GPU
-    dtype = torch.bfloat16 if has_bfloat16 else torch.float32  # half the memory, and faster
+    dtype = torch.bfloat16 if has_bfloat16 else torch.get_default_dtype()  # half the memory, and faster
     model = AutoModelForSequenceClassification.from_pretrained(MODEL, dtype=dtype)
-    model.score.float()  # bfloat16 is too coarse for a reward
+    model.score.to(torch.get_default_dtype())  # bfloat16 is too coarse for a reward
     return tokenizer, model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -51,19 +51,7 @@ def turn_end() -> tuple[str, str]:
     return behind, behind[: min(ends)] if ends else tokenizer.eos_token
 
 
-def encode(prompt: str | list, completion: str | list, has_end: bool, options: dict) -> list[int]:
-    """The tokens of a prompt with its completion, up to the token that ends it, if it has one."""
-    tokenizer, _ = load()
-    if isinstance(prompt, list):
-        if not tokenizer.chat_template:
-            sys.exit(f"error: the rows are messages, but {MODEL} has no chat template: give another reward")
-        behind, end = turn_end()
-        text = tokenizer.apply_chat_template(prompt + completion, tokenize=False, **options).removesuffix(behind)
-        return tokenizer(text + end * has_end, add_special_tokens=False)["input_ids"]
-    return encode_text(prompt + completion) + [tokenizer.eos_token_id] * has_end
-
-
-def encode_text(text: str) -> list[int]:
+def encode(text: str) -> list[int]:
     """The tokens of a text, without the EOS that some tokenizers write after each text."""
     tokenizer, _ = load()
     ids = tokenizer(text)["input_ids"]
@@ -71,17 +59,32 @@ def encode_text(text: str) -> list[int]:
     return ids[:-1] if adds_eos else ids
 
 
-def reads_the_same(prompt: str | list, completion: str | list, ids: list[int], new: list[int], options: dict) -> bool:
-    """Whether the policy's tokens of a prompt, and the new ones of its completion, are the same texts here."""
+def encode_prompt(prompt: str | list, options: dict) -> list[int]:
+    """The tokens of a prompt, up to where a completion begins."""
     tokenizer, _ = load()
-    own = tokenizer.decode(new, skip_special_tokens=True).strip()
-    if not isinstance(prompt, list):
-        return own == completion.strip() and encode_text(prompt) == ids
-    if not tokenizer.chat_template:
-        return False
+    if isinstance(prompt, str):
+        return encode(prompt)
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
-    encoded = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return own == completion[0]["content"].strip() and encoded == ids
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def encode_both(prompt: str | list, completion: str | list, has_end: bool, options: dict) -> list[int]:
+    """The tokens of a prompt with its completion, up to the token that ends it, if it has one."""
+    tokenizer, _ = load()
+    if isinstance(prompt, str):
+        return encode(prompt + completion) + [tokenizer.eos_token_id] * has_end
+    if not tokenizer.chat_template:
+        sys.exit(f"error: the rows are messages, but {MODEL} has no chat template: give another reward")
+    behind, end = turn_end()
+    text = tokenizer.apply_chat_template(prompt + completion, tokenize=False, **options).removesuffix(behind)
+    return tokenizer(text + end * has_end, add_special_tokens=False)["input_ids"]
+
+
+def is_same(completion: str | list, ids: list[int]) -> bool:
+    """Whether the policy's tokens of a completion are the same text here."""
+    tokenizer, _ = load()
+    text = completion if isinstance(completion, str) else completion[0]["content"]
+    return tokenizer.decode(ids, skip_special_tokens=True).strip() == text.strip()
 
 
 @torch.no_grad()
@@ -94,11 +97,13 @@ def score(prompts: list, completions: list, ended: list[bool] | None = None, **c
     for i, (prompt, completion) in enumerate(zip(prompts, completions)):
         options = {"tools": columns["tools"][i]} if "tools" in columns else {}
         options |= (columns["chat_template_kwargs"][i] or {}) if "chat_template_kwargs" in columns else {}
-        row = encode(prompt, completion, ended[i] if ended else True, options)
-        if "prompt_ids" in columns:
-            ids, new_ids = columns["prompt_ids"][i], columns["completion_ids"][i]
-            if reads_the_same(prompt, completion, ids, new_ids, options):
-                row = ids + new_ids
+        has_end = ended[i] if ended else True
+        row = encode_both(prompt, completion, has_end, options)
+        if "prompt_ids" in columns:  # the policy's tokens are read if they are the same texts here, with the same end
+            ids, new = columns["prompt_ids"][i], columns["completion_ids"][i]
+            has_other_end = has_end and new[-1] != row[-1] and new[-1] in tokenizer.added_tokens_decoder
+            if not has_other_end and is_same(completion, new) and encode_prompt(prompt, options) == ids:
+                row = ids + new
         rows.append(row)
     longest = max(map(len, rows))
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
@@ -111,7 +116,7 @@ def score(prompts: list, completions: list, ended: list[bool] | None = None, **c
         batch = tokenizer.pad(part, **options).to(model.device)
         states = model.base_model(**batch).last_hidden_state  # (b, S, D)
         last = batch["attention_mask"].sum(1) - 1  # (b,)
-        heads = model.score(states[torch.arange(len(last)), last].float()).squeeze(1)
+        heads = model.score(states[torch.arange(len(last)), last].to(model.score.weight)).squeeze(1)
         scores += (heads + bias).tolist()
     return scores
 

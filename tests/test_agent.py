@@ -106,7 +106,7 @@ def test_the_kl_of_the_loss_is_schulmans_k3(tiny, tmp_path, monkeypatch):
     run_script(agent, tmp_path / "run", **tiny["agent"] | settings)
     assert set(bounds) == {(0.75, 1.5)}
     kl, r = seen[1]
-    k1 = (r.old_logprobs - r.ref_logprobs)[r.loss_mask]
+    k1 = (r.old_logprobs - r.ref_logprobs)[r.written]
     assert kl == pytest.approx(((-k1).exp() - 1 + k1).mean().item(), rel=1e-3) and kl > 1e-3
 
 

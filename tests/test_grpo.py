@@ -76,7 +76,6 @@ def golden_rollout(args):
 def advantage(rollout, scores, args):
     """Step 3, as in train."""
     rollout.advantages = grpo.group_advantages(scores, args.num_generations, args.scale_rewards)[:, None]
-    rollout.has_gradient = (rollout.advantages[:, 0] != 0) | (args.beta > 0)
     rollout.loss_mask = rollout.mask
     if args.mask_truncated_completions:
         rollout.loss_mask = rollout.mask & rollout.ended[:, None]
@@ -177,23 +176,6 @@ def test_a_gradient_does_not_change_with_constants_order_padding_and_cuts(loss_t
     part, stats = an_update(SCORES, micro_batch_size=4, **settings)
     assert part.norm() > 1e-3 and all(map(math.isfinite, stats.values()))
     close(an_update(SCORES, micro_batch_size=12, **settings)[0], part)
-
-
-@pytest.mark.parametrize(
-    "num_unequal, beta, size, num_passes", [(0, 0, 4, 1), (4, 0, 4, 1), (4, 0, 3, 2), (0, 0.1, 4, 3)]
-)
-def test_equal_scores_need_no_backward_pass(num_unequal, beta, size, num_passes, monkeypatch):
-    """The gradient and the metrics are those of a pass over all rows, also if no group differs. With a KL in the loss,
-    every row has a gradient."""
-    scores = torch.tensor([7.0] * 8 + [1, 2, 2, 1][:num_unequal] + [7.0] * (4 - num_unequal))
-    passes = []
-    watch(monkeypatch, torch.Tensor, "backward", lambda *_, **__: passes.append(1))
-    quick, quick_stats = an_update(scores, micro_batch_size=size, beta=beta)
-    assert len(passes) == num_passes
-    plain, stats = an_update(scores, micro_batch_size=12, beta=beta)
-    close(quick, plain)
-    assert stats == pytest.approx(quick_stats, rel=1e-4, abs=1e-6)
-    assert (plain.norm() > 1e-3) == (beta > 0 or num_unequal > 0)
 
 
 def test_bounds_of_the_ratio(monkeypatch):

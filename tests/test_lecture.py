@@ -58,21 +58,6 @@ def ink(images, prompts, metadata):  # of one column, for each prompt another
     return [image[0, :, i].mean().item() for image, i in zip(images, columns)]
 """
 
-JUDGE = """
-import os
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-def score(prompts_text, completion_ids, **_):  # of the tokens themselves, not of the text
-    name = os.environ["REWARD_MODEL"]
-    model = AutoModelForSequenceClassification.from_pretrained(name, dtype=torch.get_default_dtype())
-    prompts = AutoTokenizer.from_pretrained(name)(prompts_text)["input_ids"]
-    texts = [torch.tensor([a + b]) for a, b in zip(prompts, completion_ids)]
-    with torch.no_grad():
-        heads = [model.score(model.base_model(ids).last_hidden_state[0, -1]).item() for ids in texts]
-    return [x + getattr(model.config, "reward_bias", 0.0) for x in heads]
-"""
-
 
 @pytest.fixture(scope="session")
 def worlds(tmp_path_factory, uneven):
@@ -173,9 +158,6 @@ def run_full(script: str, settings: dict, folder, monkeypatch) -> tuple[list, li
     responses = []
     weights = []
     watched(vars(module), responses, weights)
-    if script == "rloo":
-        (folder / "judge.py").write_text(JUDGE)
-        settings = settings | {"reward_fn": f"{folder}/judge.py:score"}
     if "reward_fn" in settings:
         settings = settings | {"reward_fn": (settings["reward_fn"],)}
 

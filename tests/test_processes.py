@@ -134,7 +134,8 @@ def test_layers_are_gathered_in_bfloat16(monkeypatch):
     model, args = tiny_model("qwen3"), ppo.Args(bf16=True, device="cpu")
     ppo.place(model, args)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    with ppo.gathered(model, args):
+    with torch.no_grad(), ppo.autocast(args), ppo.gathered(model, args):
+        model(torch.ones(1, 2, dtype=torch.long))
         halved = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
     dist.destroy_process_group()
     assert halved == {name for name, _ in model.named_parameters() if "proj" in name}

@@ -159,5 +159,5 @@ def test_other_programs_read_the_same_reward(kind, free, preferences, tmp_path):
     read = pipeline("text-classification", model=str(tmp_path / "run"), device="cpu")
     assert [x["score"] for x in read(texts, batch_size=4)] == pytest.approx(expected, abs=1e-5)
     policy = SimpleNamespace(tokenizer=TOKENIZER)
-    loaded = ppo.load_reward_model(ppo.Args(reward_model=str(tmp_path / "run")), policy)
-    assert loaded.score.bias.item() == pytest.approx(bias)
+    critic = ppo.load_critic(ppo.Args(reward_model=str(tmp_path / "run")), policy)
+    assert critic["score"].bias.item() == pytest.approx(bias)

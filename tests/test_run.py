@@ -323,11 +323,11 @@ def test_programs_sample_from_a_model_as_the_run_did(name, change, tiny, tmp_pat
 
 
 def test_tables(tmp_path, tiny):
-    """As many tables as asked for, the last at the end, and one of the first batch."""
-    run("ppo", tmp_path / "run", **tiny["ppo"] | dict(reward_fn=(GOLD,), num_sample_generations=1))
+    """As many tables as asked for, from the first batch on, as in TRL."""
+    run("ppo", tmp_path / "run", **tiny["ppo"] | dict(reward_fn=(GOLD,), num_sample_generations=2, total_episodes=40))
     files = tmp_path.glob("run/samples/step-*.safetensors")
     tensors = {int(file.stem.removeprefix("step-")): load_file(file) for file in files}
-    assert sorted(tensors) == [1, 3]
+    assert sorted(tensors) == [1, 3, 5]
     assert {"responses", "mask", "old_logprobs", "kl", "values", "advantages", "scores"} <= tensors[3].keys()
 
 

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import textwrap
-from unittest import mock
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -102,13 +102,14 @@ def test_what_a_function_is_given(name, is_chat, tmp_path, write):
     tokenizer = transformers.AutoTokenizer.from_pretrained({str(tmp_path / "model")!r})
     is_chat = {is_chat}
 
-    def f(prompts, completions, completion_ids, ended, prompts_text, prompt, n, facts, hint, missing=3, **others):
-        assert missing == 3 and list(others) == ["answer"] and prompt == prompts
+    def f(prompts, completions, prompts_text, prompt_ids, completion_ids, ended, prompt, n, facts, hint, **others):
+        assert list(others) == ["answer"] and prompt == prompts
         assert hint == ["7" if number == 7 else None for number in n]
         for i, number in enumerate(n):
             text = f"The film {{number}}"
             assert number % 5 and prompts[i] == ([{{"role": "user", "content": text}}] if is_chat else text)
             assert prompts_text[i] == text + "<|end|>" * is_chat
+            assert prompt_ids[i] == tokenizer(prompts_text[i], add_special_tokens=False)["input_ids"]
             assert facts[i] == {{"n": number}} and others["answer"][i] == (None if number % 2 else "007")
             whole = tokenizer(prompts_text[i], add_special_tokens=False)["input_ids"] + completion_ids[i]
             whole = tokenizer.decode(whole, skip_special_tokens=True)
@@ -146,7 +147,7 @@ def test_what_a_function_may_return(returned):
     """One number or None for each row; all else ends the run, by a sentence with the function's name or by torch."""
     is_in = lambda cases: any(returned is x for x in cases)  # noqa: E731
     ids = torch.arange(3)[:, None]
-    rows = [{"prompt": "A", "input_ids": [5]}] * 3
+    rows = [{"prompt": "A", "input_ids": np.array([5])}] * 3
     rollout = ppo.Rollout(ids, ids > -1, ids, ids > -1, ids[:, 0] > -1, ids / 8, rows)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
 
@@ -167,7 +168,6 @@ def test_a_row_without_a_reward():
     assert ppo.read_rewards([1, None, 2.0], 3, "judge").isnan().tolist() == [False, True, False]
 
 
-@mock.patch.dict(sys.modules)
 def test_what_a_file_imports(tmp_path, monkeypatch):
     """What PYTHONPATH and the script's folder have. The files beside it count for nobody: helpers of one name are not
     mixed, and a file may have the name of a library."""
@@ -188,6 +188,7 @@ def test_what_a_file_imports(tmp_path, monkeypatch):
     (tmp_path / "of_both/helper.py").write_text("name = 'of both'")
     monkeypatch.syspath_prepend(tmp_path / "of_both")
     assert ppo.load_function(f"{tmp_path}/b/helped.py:f", "--reward-fn")() == "of both"
+    del sys.modules["helper"]
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
@@ -213,6 +214,10 @@ def test_several_functions_add_up_with_their_weights(name):
 
 def test_episodes_are_selected_with_all_that_belongs_to_them():
     """What a fork adds need not have a column for each token."""
-    rollout = tiny_rollout(tiny_model("gpt2"))
-    rollout.features = torch.arange(6 * 99).view(6, 99)
+
+    @dataclass
+    class Fork(ppo.Rollout):
+        features: torch.Tensor | None = None
+
+    rollout = Fork(**vars(tiny_rollout(tiny_model("gpt2"))), features=torch.arange(6 * 99).view(6, 99))
     assert torch.equal(rollout.select(torch.tensor([4, 1])).features, rollout.features[[4, 1]])

@@ -19,7 +19,7 @@ from sources import ROOT, SCRIPTS, defined_in, lines_of, load, nodes_of, source_
 MARK = "the same text in all scripts"  # in the line after which functions are shared
 SHORT = [name for name in NAMES if (ROOT / f"lecture/{name}.py").exists()]
 OWN_BODY = {  # functions that are others in lecture/, which has no micro-batches, bfloat16 and large vocabularies
-    "ppo": {"sample", "token_logprobs", "read_head"},
+    "ppo": {"sample", "token_logprobs"},
     "rloo": {"sample", "token_logprobs"},
     "grpo": {"sample", "token_logprobs"},
     "sft": {"encode", "token_logprobs"},
@@ -88,7 +88,7 @@ def test_every_setting_is_read(file):
 
 @pytest.mark.parametrize("file", SCRIPTS)
 def test_packages_named_in_a_script_have_the_versions_of_requirements(file):
-    header = re.search(r"^# dependencies = \[\n(.*?)^# \]", text_of(file), re.MULTILINE | re.DOTALL)[1]
+    header = re.search(r"^# dependencies = \[(.*?)\]\n", text_of(file), re.MULTILINE | re.DOTALL)[1]
     pinned = {line.split("#")[0].strip() for line in lines_of("requirements.txt")} - {""}
     named = set(re.findall(r'"([^"]+)"', header))
     assert named <= pinned and {"torch", "transformers", "tyro"} <= {package.split("==")[0] for package in named}
