@@ -508,12 +508,12 @@ def update(policy, optimizer, rollout, args):
     """
     bounds = 1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon)
     num_tokens = rollout.written.sum().clamp(min=1) / (args.num_mini_batches * WORLD_SIZE)  # on average
-    meter = Meter()
-    norms = []  # of the gradients
+    logs = []  # the metrics of each mini-batch
     for _ in range(args.num_ppo_epochs):
         order = torch.randperm(args.batch_size).to(args.device)
         for mini_batch in order.split(args.batch_size // args.num_mini_batches):  # row numbers
             optimizer.zero_grad()
+            meter = Meter()
             for index in rollout.micro_batches(mini_batch, args):
                 r = rollout.select(index)
                 mask = r.written
@@ -526,18 +526,22 @@ def update(policy, optimizer, rollout, args):
                     kl = kl * ratio  # so that its gradient is an unbiased estimate of the KL's (DeepSeek-V3.2)
                 loss = masked_sum((losses + args.beta * kl) / num_tokens, mask)
                 loss.backward()
-                metrics = {"kl": kl, "entropy": entropy, "val/ratio": ratio, "clip_ratio/region_mean": clipped}
+                metrics = {
+                    "kl": kl,
+                    "entropy": entropy,
+                    "val/ratio": ratio,
+                    "clip_ratio/region_mean": clipped,
+                    "policy/first_ratio_error": (ratio - 1).abs(),
+                }
                 meter.add(metrics, mask)
-                if not norms:  # before the first step
-                    meter.add({"policy/first_ratio_error": (ratio - 1).abs()}, mask)
-            norm = nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm)
-            norms.append(norm.item())
-            if math.isfinite(norms[-1]):  # otherwise the step would turn the weights into NaN
+            norm = nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
+            if math.isfinite(norm):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
+            logs.append(meter.means() | {"grad_norm": norm})
     optimizer.zero_grad()
-    stats = meter.means()
-    stats["grad_norm"] = np.mean(norms).item()
-    stats["val/skipped_steps"] = sum(not math.isfinite(norm) for norm in norms)
+    stats = {name: np.mean([log[name] for log in logs]).item() for name in logs[0]}  # as in TRL
+    stats["policy/first_ratio_error"] = logs[0]["policy/first_ratio_error"]  # before the first step
+    stats["val/skipped_steps"] = sum(not math.isfinite(log["grad_norm"]) for log in logs)
     return stats
 
 
@@ -614,7 +618,7 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     tokens = 2048 if args.device == "cpu" else min(8192, 2**29 // config.vocab_size)  # of a pass: at most 2**29 logits
     rows = args.micro_batch_size or max(1, tokens // longest)
     parts = math.lcm(args.num_mini_batches * WORLD_SIZE, args.num_generations)
-    require(args.batch_size % parts == 0, f"--batch-size is no multiple of {parts}, for mini-batches and groups")
+    require(args.batch_size % parts == 0, f"--batch-size {args.batch_size} is no multiple of {parts}, for whole groups")
     num_updates = args.total_episodes // args.batch_size
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     sampled = args.local_rollout_forward_batch_size or 4 * rows

@@ -677,7 +677,7 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     rows = max(1, tokens // (args.response_length + prompt_length // G))  # a prompt is read once for its G rows
     rows = args.micro_batch_size or (rows // G * G or rows)  # whole groups, if one fits
     parts = math.lcm(args.num_mini_batches, G) * WORLD_SIZE
-    require(args.batch_size % parts == 0, f"--batch-size is no multiple of {parts}, for mini-batches and groups")
+    require(args.batch_size % parts == 0, f"--batch-size {args.batch_size} is no multiple of {parts}, for whole groups")
     num_updates = args.total_episodes // args.batch_size
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     sampled = args.local_rollout_forward_batch_size or 4 * rows

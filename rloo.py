@@ -586,7 +586,7 @@ def choose_sizes(args, policy, prompts, eval_prompts):
     tokens = 2048 if args.device == "cpu" else min(8192, 2**29 // config.vocab_size)  # of a pass: at most 2**29 logits
     rows = args.micro_batch_size or max(1, tokens // longest)
     parts = math.lcm(args.num_mini_batches, args.rloo_k) * WORLD_SIZE
-    require(args.batch_size % parts == 0, f"--batch-size is no multiple of {parts}, for mini-batches and groups")
+    require(args.batch_size % parts == 0, f"--batch-size {args.batch_size} is no multiple of {parts}, for whole groups")
     num_updates = args.total_episodes // args.batch_size
     require(num_updates, f"--total-episodes {args.total_episodes} is less than a batch of {args.batch_size}")
     sampled = args.local_rollout_forward_batch_size or 4 * rows

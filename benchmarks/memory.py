@@ -9,8 +9,8 @@ of P + T tokens in a micro-batch, of which T are the response; B rows sampled at
 
     trained network   4 N weights + 4 N gradients + 8 N Adam
     frozen network    4 N; in bfloat16 2 N + 2 E. With LoRA of rank r, each trained network is a frozen one with
-                      adapters of some 20 r D L trained weights; reference and reward model are such a one without them
-    reward function   2 N, if it reads a model of this size, as rewards/model.py does on a GPU
+                      adapters of some 20 r D L trained weights; the reference is the policy without them
+    reward model      2 N in each process, in bfloat16 (rewards/model.py); on a CPU 4 N
     activations       a D b (P + T) L, where a is measured (see Shape); with checkpointing 4 D b (P + T) L, and those of
                       one layer; in bfloat16 also 2 N weights cast for the pass, on several processes 2 E
     logits            b T V numbers of the model's own dtype, whose memory their gradient takes; three slices of 16 MB
@@ -78,7 +78,8 @@ class Plan:
 
     script: str = "ppo"
     reference: bool = True
-    reward_model: bool = True  # of the policy's size; rloo and grpo read it by rewards/model.py, dpo has none
+    reward_model: bool = True  # of the policy's size, by rewards/model.py; dpo has none
+    reward_bytes: int = 2  # of a weight of the reward model: on a CPU 4
     rows: int = 4  # in a micro-batch; of dpo, completions: two for each pair
     rollout_rows: int = 32
     prompt: int = 512
@@ -98,11 +99,11 @@ def memory(m: Shape, p: Plan) -> dict[str, float]:
     trained = networks * (adapters if p.lora else N)  # weights
     stored = 2 * N + 2 * m.embeddings if p.bf16 else 4 * N  # bytes of a frozen network
     whole = stored + 4 * adapters if p.lora else 4 * N  # bytes of a trained network
-    others = 0 if p.lora else p.reference + (p.reward_model and p.script == "ppo")  # frozen networks of their own
+    others = 0 if p.lora else p.reference  # frozen networks of their own
     part = 1 / p.processes
     weights = networks * whole * part + others * stored * (part if p.stage == 3 else 1)
-    if p.reward_model and p.script in ("rloo", "grpo"):
-        weights += 2 * N  # in each process
+    if p.reward_model and p.script != "dpo":
+        weights += p.reward_bytes * N  # in each process
     held = {"weights": weights, "gradients": 4 * trained * part, "Adam": 8 * trained * part}
 
     a = m.width * m.activations[p.bf16]
@@ -161,7 +162,7 @@ def climb() -> None:
         plan = replace(plan, **change)
         lines.append([name, *(f"{peak(LLAMA, replace(plan, **column)) / GB:.0f}" for column in COLUMNS.values())])
     print(markdown(lines))
-    print(f"\nrewards/model.py with a reward model of 7B, in rloo.py or grpo.py: {2 * LLAMA.weights / GB:.0f} GB more")
+    print(f"\nwith a reward model of 7B in rloo.py or grpo.py: {2 * LLAMA.weights / GB:.0f} GB more")
 
 
 ON_POLICY = {"rows": 16, "rollout_rows": 16, "prompt": 512, "response": 53}
@@ -267,8 +268,8 @@ def measure() -> None:
         for script, processes, rows, flags, change in CASES:
             name = f"{script}.py {flags}".strip()
             print(name, file=sys.stderr)
-            plan = Plan(script, rows=rows, rollout_rows=rows, prompt=8, response=16, bf16=False, processes=processes)
-            formula = peak(GPT2, replace(plan, **change))
+            sizes = dict(rows=rows, rollout_rows=rows, prompt=8, response=16, bf16=False, reward_bytes=4)
+            formula = peak(GPT2, Plan(script, processes=processes, **sizes | change))
             peak_bytes = measured(Path(folder), script, processes, rows, flags)
             sizes = {"processes": processes, "rows": rows, "formula": formula, "measured": peak_bytes}
             found.append({"run": name} | sizes)

@@ -9,6 +9,7 @@
 """
 
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -64,10 +65,12 @@ def score_responses(reward_model: Path, responses: str) -> tuple[np.ndarray, np.
     args, policy = load_policy()
     data = torch.load(responses)
     gold = data.pop("gold").numpy().astype(float)
-    rollout = ppo.Rollout(**data, examples=[{}] * len(gold))
-    model = ppo.load_reward_model(replace(args, reward_model=str(reward_model)), policy)
-    ppo.place(model, args)
-    proxy = ppo.model_reward(model, rollout, policy.tokenizer, args)
+    prompts = [ids[real].numpy() for ids, real in zip(data["prompts"], data["prompt_mask"])]
+    examples = [{"prompt": policy.tokenizer.decode(ids), "input_ids": ids} for ids in prompts]
+    rollout = ppo.Rollout(**data, examples=examples)
+    os.environ["REWARD_MODEL"] = str(reward_model)
+    [score] = ppo.load_reward_fns(args).values()
+    proxy = score(rollout, policy.tokenizer, args)
     return proxy.numpy().astype(float), gold
 
 

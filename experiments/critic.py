@@ -6,9 +6,9 @@ python experiments/critic.py 1                                     # the seed
 """
 
 import json
+import os
 import sys
 from copy import copy, deepcopy
-from functools import partial
 
 import torch
 from record import ROOT
@@ -53,7 +53,7 @@ def train_critic(critic, rollout, optimizer, clip, args):
             r = rollout.select(index)
             loss, _ = ppo.value_loss(ppo.critic_values(critic, r), r.values, r.returns, r.mask, clip)
             (args.vf_coef * ppo.masked_sum(loss, r.mask) / rollout.mask.sum()).backward()
-        ppo.clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
         optimizer.step()
 
 
@@ -63,8 +63,9 @@ def main(seed):
     args = ppo.Args(**models, **sizes, seed=seed, total_episodes=64 * UPDATES, kl_coef=0.02, device="cpu")
     ppo.start(args)
     policy, _ = ppo.load_models(args)
-    first_critic, reward_model = ppo.load_critic(args, policy)
-    reward_fns = {"reward_model": partial(ppo.model_reward, reward_model)}
+    first_critic = ppo.load_critic(args, policy)
+    os.environ["REWARD_MODEL"] = args.reward_model
+    reward_fns = ppo.load_reward_fns(args)
     batches = list(sample_batches(args, policy, reward_fns))
     for name, (is_zero, rate, clip) in STARTS.items():
         ppo.set_seed(seed)

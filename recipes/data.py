@@ -572,7 +572,8 @@ FORMS = {  # a file has the first form whose columns it has
     "texts": Form(("text",), partial(read_only, "text"), SFT),
 }
 OPTIONS = {"tools": list, "chat_template_kwargs": dict}  # what a chat template reads besides messages
-RESERVED = {"input_ids", "prompts", "prompts_text", "completions", "completion_ids"}  # arguments of reward functions
+# what reward functions get besides a row's columns
+RESERVED = {"input_ids", "prompts", "prompts_text", "completions", "prompt_ids", "completion_ids"}
 MEASURES = ("kl", "kl_k3", "eos_share", "response_length")  # of tools/evaluate.py, which are no rewards
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 

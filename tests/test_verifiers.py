@@ -5,6 +5,7 @@ import json
 import re
 from io import BytesIO
 
+import numpy as np
 import pytest
 import torch
 from by_hand import toy_rows
@@ -227,7 +228,8 @@ ENDINGS = {  # what a template writes behind a message, and at the end of a conv
 
 @pytest.mark.parametrize("kind", ENDINGS)
 def test_a_reward_model_as_a_function(kind, tmp_path, monkeypatch):
-    """The rewards of answers that end, read by hand, row by row."""
+    """The rewards of answers that end, read by hand, row by row. The policy's own tokens are read if they are the same
+    texts here."""
     is_chat = kind != "texts"
     of_message, of_talk, end = ENDINGS[kind]
     judge = AutoModelForSequenceClassification.from_pretrained(ROOT / "toy/reward_model")
@@ -241,19 +243,26 @@ def test_a_reward_model_as_a_function(kind, tmp_path, monkeypatch):
     asked, said = [row["prompt"] for row in rows], [row["chosen"] for row in rows]
     if is_chat:
         said = [text.strip() for text in said]
+    tokens = dict(prompt_ids=[tokenizer(prompt + of_message)["input_ids"] for prompt in asked])
+    tokens["completion_ids"] = [tokenizer(answer + end)["input_ids"] for answer in said]
     theirs = []
-    for prompt, answer in zip(asked, said):
-        ids = tokenizer(prompt + of_message)["input_ids"] + tokenizer(answer + end)["input_ids"]
+    for ids, new in zip(*tokens.values()):
         with torch.no_grad():
-            theirs.append(judge.score(judge.base_model(torch.tensor([ids])).last_hidden_state[0, -1]) + 0.7)
+            theirs.append(judge.score(judge.base_model(torch.tensor([ids + new])).last_hidden_state[0, -1]) + 0.7)
     theirs = torch.cat(theirs)
     if is_chat:
         asked = [[{"role": "user", "content": text}] for text in asked]
         said = [[{"role": "assistant", "content": text}] for text in said]
     monkeypatch.setenv("REWARD_MODEL", str(tmp_path))
-    ours = load("rewards/model.py").score(asked, said)
+    module = load("rewards/model.py")
+    ours = module.score(asked, said)
     torch.testing.assert_close(torch.tensor(ours), theirs, rtol=0, atol=1e-4)
     assert theirs.std() > 0.1
+    monkeypatch.setattr(module, "encode_both", lambda *_: [tokenizer.encode(end)[-1]])  # nothing but an end
+    assert module.score(asked, said, **tokens) == pytest.approx(ours, abs=1e-5)
+    for name, ids in tokens.items():  # one token is another
+        changed = tokens | {name: [[9, *row[1:]] for row in ids]}
+        assert np.std(module.score(asked, said, **changed)) < 1e-5
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
     halved = load("rewards/model.py").score(asked, said)
     assert halved != ours  # in bfloat16, but for the head
