@@ -376,7 +376,7 @@ def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
 
 
 class SlicedLogprobs(torch.autograd.Function):
-    """token_logprobs of logits (b, T, V), in slices of 16 MB. The gradient takes the memory of the logits, so no other
+    """token_logprobs of logits (b, T, V), in slices of 8 MB. The gradient takes the memory of the logits, so no other
     tensor has this size; autograd would end the run if another step needed them."""
 
     @staticmethod
@@ -384,7 +384,7 @@ class SlicedLogprobs(torch.autograd.Function):
         logits = logits.contiguous()
         ctx.save_for_backward(logits, tokens)
         ctx.temperature = temperature
-        ctx.n = 2**22 // logits.shape[-1]  # tokens of a slice
+        ctx.n = 2**21 // logits.shape[-1]  # tokens of a slice
         slices = zip(logits.flatten(0, 1).split(ctx.n), tokens.flatten().split(ctx.n))
         parts = [token_logprobs(*x, temperature, with_entropy) for x in slices]
         logprobs, entropy = [torch.cat(x).view(tokens.shape) for x in zip(*parts)]

@@ -13,7 +13,7 @@ of P + T tokens in a micro-batch, of which T are the response; B rows sampled at
     reward model      2 N in each process, in bfloat16 (rewards/model.py); on a CPU 4 N
     activations       a D b (P + T) L, where a is measured (see Shape); with checkpointing 4 D b (P + T) L, and those of
                       one layer; in bfloat16 also 2 N weights cast for the pass, on several processes 2 E
-    logits            b T V numbers of the model's own dtype, whose memory their gradient takes; three slices of 16 MB
+    logits            b T V numbers of the model's own dtype, whose memory their gradient takes; three slices of 8 MB
     cache             2 L D_kv B (P + T) keys and values, of 2 or 4 bytes; and 16 B V of the sampler
 
 Several processes divide weights, gradients and moments of trained networks; at stage 3 also those of frozen ones. Then
@@ -114,7 +114,7 @@ def memory(m: Shape, p: Plan) -> dict[str, float]:
     if p.bf16:
         cast = m.layer + m.embeddings if p.checkpointing else N
         casts = 2 * (m.embeddings if p.lora or p.processes > 1 else cast)
-    logits = p.rows * p.response * m.vocab * (2 if p.bf16 else 4) + 3 * 2**24
+    logits = p.rows * p.response * m.vocab * (2 if p.bf16 else 4) + 3 * 2**23
     gathered = sampling = 0
     if p.processes > 1:
         size = 2 if p.bf16 else 4  # bytes of a weight of a layer

@@ -51,12 +51,25 @@ def turn_end() -> tuple[str, str]:
     return behind, behind[: min(ends)] if ends else tokenizer.eos_token
 
 
+@cache
+def adds_eos() -> bool:
+    """Whether the tokenizer writes EOS after each text, as some do."""
+    tokenizer, _ = load()
+    return tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
+
+
+@cache
+def last_id(is_chat: bool) -> int:
+    """The token that ends a completion."""
+    tokenizer, _ = load()
+    return tokenizer(turn_end()[1], add_special_tokens=False)["input_ids"][-1] if is_chat else tokenizer.eos_token_id
+
+
 def encode(text: str) -> list[int]:
-    """The tokens of a text, without the EOS that some tokenizers write after each text."""
+    """The tokens of a text that may go on."""
     tokenizer, _ = load()
     ids = tokenizer(text)["input_ids"]
-    adds_eos = tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
-    return ids[:-1] if adds_eos else ids
+    return ids[:-1] if adds_eos() else ids
 
 
 def encode_prompt(prompt: str | list, options: dict) -> list[int]:
@@ -73,18 +86,23 @@ def encode_both(prompt: str | list, completion: str | list, has_end: bool, optio
     tokenizer, _ = load()
     if isinstance(prompt, str):
         return encode(prompt + completion) + [tokenizer.eos_token_id] * has_end
-    if not tokenizer.chat_template:
-        sys.exit(f"error: the rows are messages, but {MODEL} has no chat template: give another reward")
     behind, end = turn_end()
     text = tokenizer.apply_chat_template(prompt + completion, tokenize=False, **options).removesuffix(behind)
     return tokenizer(text + end * has_end, add_special_tokens=False)["input_ids"]
 
 
-def is_same(completion: str | list, ids: list[int]) -> bool:
-    """Whether the policy's tokens of a completion are the same text here."""
+def are_own(
+    prompt: str | list, completion: str | list, ids: list[int], new: list[int], ended: bool, options: dict
+) -> bool:
+    """Whether the policy's tokens of a prompt, and the new ones of its completion, are the same texts here, with the
+    same end. An end that is no added token, such as a full stop, was chosen for the run, and is read."""
     tokenizer, _ = load()
-    text = completion if isinstance(completion, str) else completion[0]["content"]
-    return tokenizer.decode(ids, skip_special_tokens=True).strip() == text.strip()
+    is_chat = isinstance(prompt, list)
+    if ended and new[-1] != last_id(is_chat) and new[-1] in tokenizer.added_tokens_decoder:
+        return False
+    text = completion[0]["content"] if is_chat else completion
+    is_same = tokenizer.decode(new, skip_special_tokens=True).strip() == text.strip()
+    return is_same and encode_prompt(prompt, options) == ids
 
 
 @torch.no_grad()
@@ -92,32 +110,34 @@ def score(prompts: list, completions: list, ended: list[bool] | None = None, **c
     """The reward of each prompt with its completion, read at the last token: at EOS, or in a chat where the answer's
     turn ends. An answer without a stop token has no such token here either (TRL does not tell)."""
     tokenizer, model = load()
+    if isinstance(prompts[0], list) and not tokenizer.chat_template:
+        sys.exit(f"error: the rows are messages, but {MODEL} has no chat template: give another reward")
     bias = getattr(model.config, "reward_bias", 0.0)  # the shift that reward_model.py stores if the model has no bias
     rows = []
     for i, (prompt, completion) in enumerate(zip(prompts, completions)):
         options = {"tools": columns["tools"][i]} if "tools" in columns else {}
         options |= (columns["chat_template_kwargs"][i] or {}) if "chat_template_kwargs" in columns else {}
         has_end = ended[i] if ended else True
-        row = encode_both(prompt, completion, has_end, options)
-        if "prompt_ids" in columns:  # the policy's tokens are read if they are the same texts here, with the same end
-            ids, new = columns["prompt_ids"][i], columns["completion_ids"][i]
-            has_other_end = has_end and new[-1] != row[-1] and new[-1] in tokenizer.added_tokens_decoder
-            if not has_other_end and is_same(completion, new) and encode_prompt(prompt, options) == ids:
-                row = ids + new
-        rows.append(row)
+        ids, new = (columns[name][i] if name in columns else [] for name in ("prompt_ids", "completion_ids"))
+        if new and are_own(prompt, completion, ids, new, has_end, options):
+            rows.append(ids + new)
+        else:
+            rows.append(encode_both(prompt, completion, has_end, options))
     longest = max(map(len, rows))
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if longest > limit:
         sys.exit(f"error: a prompt and its answer have {longest} tokens, but {MODEL} reads {limit}")
-    scores = []
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # to save padding
+    scores = [0.0] * len(rows)
     for start in range(0, len(rows), BATCH_SIZE):
-        part = {"input_ids": rows[start : start + BATCH_SIZE]}
+        some = order[start : start + BATCH_SIZE]
         options = {"padding_side": "right", "return_attention_mask": True, "return_tensors": "pt"}
-        batch = tokenizer.pad(part, **options).to(model.device)
+        batch = tokenizer.pad({"input_ids": [rows[i] for i in some]}, **options).to(model.device)
         states = model.base_model(**batch).last_hidden_state  # (b, S, D)
         last = batch["attention_mask"].sum(1) - 1  # (b,)
         heads = model.score(states[torch.arange(len(last)), last].to(model.score.weight)).squeeze(1)
-        scores += (heads + bias).tolist()
+        for i, reward in zip(some, (heads + bias).tolist()):
+            scores[i] = reward
     return scores
 
 
