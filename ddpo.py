@@ -627,7 +627,7 @@ def autocast(args):
 
 # --- Processes
 def start(args):
-    """Makes the run's folder, which the returned settings name, joins torchrun's processes, configures libraries."""
+    """Makes the run's folder, joins torchrun's processes, and configures the libraries. Returns the settings."""
     name = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:

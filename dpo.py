@@ -633,7 +633,7 @@ def autocast(args):
 
 # --- Processes
 def start(args):
-    """Makes the run's folder, which the returned settings name, joins torchrun's processes, configures libraries."""
+    """Makes the run's folder, joins torchrun's processes, and configures the libraries. Returns the settings."""
     name = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:
@@ -680,7 +680,7 @@ def place(model, args):
                 module.bfloat16()  # once: autocast would cast a frozen weight at each use
     if WORLD_SIZE > 1 and (is_trained or args.zero_stage == 3):
         mesh = dist.init_device_mesh(torch.device(args.device).type, (WORLD_SIZE,))
-        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # which are called
+        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what is called
         norms = [module for module in model.modules() if "Norm" in type(module).__name__]  # one group, in float32
         for module in ([norms] if norms else []) + layers + roots:
             sent = torch.bfloat16 if args.bf16 and module in layers else None  # the type of what is gathered

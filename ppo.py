@@ -109,7 +109,7 @@ class Args:
     missing_eos_penalty: NonNegativeFloat = 1.0  # subtracted from the score of a response without stop token (TRL)
     local_rollout_forward_batch_size: PositiveInt | None = None  # responses sampled at once; by default 4 micro-batches
     # --- Optimisation ---
-    learning_rate: Annotated[PositiveFloat | None, alias("--lr")] = None  # by default from the model's size; LoRA: x 10
+    learning_rate: Annotated[PositiveFloat | None, alias("--lr")] = None  # None: by the model's size; LoRA: 10 times
     critic_learning_rate: PositiveFloat | None = None  # by default that of the policy
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "linear"  # TRL's
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate warms up from 0
@@ -955,7 +955,7 @@ def autocast(args):
 
 # --- Processes
 def start(args):
-    """Makes the run's folder, which the returned settings name, joins torchrun's processes, configures libraries."""
+    """Makes the run's folder, joins torchrun's processes, and configures the libraries. Returns the settings."""
     name = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = Path(args.resume or args.output_dir or name)
     if not RANK and not args.resume:
@@ -1011,7 +1011,7 @@ def place(model, args):
                 module.bfloat16()  # once: autocast would cast a frozen weight at each use
     if WORLD_SIZE > 1 and (is_trained or args.zero_stage == 3):
         mesh = dist.init_device_mesh(torch.device(args.device).type, (WORLD_SIZE,))
-        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # which are called
+        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what is called
         norms = [module for module in model.modules() if "Norm" in type(module).__name__]  # one group, in float32
         for module in ([norms] if norms else []) + layers + roots:
             sent = torch.bfloat16 if args.bf16 and module in layers else None  # the type of what is gathered
@@ -1027,7 +1027,7 @@ def shards(model):
 
 @contextmanager
 def gathered(model, args):
-    """Within this context, a process keeps all weights of a model that it has read: they are sent once."""
+    """Within this context, a process keeps the weights that it gathers: they are sent once, not for each token."""
     for module in shards(model):
         module.set_reshard_after_forward(False, recurse=False)
     yield
