@@ -116,9 +116,9 @@ class Args:
     # --- Model: a folder, or a name on the hub ---
     model: str = f"{TOY}/shapes/sd"  # a Stable Diffusion pipeline
     reward_fn: tuple[str, ...] = (f"{TOY}/shapes/make.py:left_ink",)  # file.py:name of f(images, prompts, metadata)
-    reward_weights: tuple[float, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
+    reward_weights: tuple[float, ...] = ()  # weights of the rewards; by default 1 (TRL); 0: only logged
     lora_r: NonNegativeInt = 0  # rank of LoRA adapters on the UNet's attention (Hu et al. 2021), 0 for none (TRL: 4)
-    bf16: bool = False  # models run in bfloat16 (autocast), weights and moments stay in float32. Slow on most CPUs
+    bf16: bool = False  # models run in bfloat16 (autocast), trained weights stay in float32. Slow on most CPUs
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text; the whole row is the metadata of its image ---
     dataset: str = f"{TOY}/shapes/data"  # folder of train.jsonl, one such file, or a name on the hub
@@ -575,7 +575,7 @@ def read_rewards(returned, n, name):
     values = values if isinstance(values, (list, tuple)) else []
     rewards = torch.tensor([0.0 if x is None else x for x in values], dtype=torch.float32)
     is_right = rewards.shape == (n,) and rewards.isfinite().all()
-    require(is_right, f"{name} should return {n} numbers or None, one for each response, not {returned!r:.60}")
+    require(is_right, f"{name} should return {n} numbers or None, one per row, not {len(values)}: {returned!r:.60}")
     return rewards.masked_fill(torch.tensor([x is None for x in values]), math.nan)
 
 
@@ -638,7 +638,7 @@ def start(args):
     if "RANK" in os.environ and not dist.is_initialized():
         if device_type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "gloo"  # sums on the CPU, too, decide when a run ends
+        backend = "gloo"  # Run.steps sums on the CPU
         if device_type != "cpu":
             backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # a process may wait for a slow reward function
@@ -648,7 +648,7 @@ def start(args):
     logging.disable_progress_bar()
     if device_type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    if sys.platform == "linux":  # glibc keeps freed memory: asking for it again takes a tenth of the time on a CPU
+    if sys.platform == "linux":  # glibc keeps freed memory; asking for it again would take a tenth of a run
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     return replace(args, output_dir=str(folder))
@@ -697,13 +697,13 @@ class Run:
             self.restore()
         for _ in range(self.step):
             schedule.step()
-        # after a step, what a pass has gathered is old
+        # after an optimiser step, gathered weights are out of date
         optimizer.register_step_post_hook(lambda *_: [part.reshard() for part in shards(self.models)])
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True, disable=RANK > 0)
         self.wandb = None
         if RANK:
             return
-        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
+        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or git's error
         (self.output / "args.json").write_text(json.dumps(asdict(args) | {"revision": revision}, indent=2))
         if args.track:
             import wandb
@@ -780,7 +780,7 @@ class Run:
         self.step = saved["step"]
         self.state.update(saved["state"])
         if not RANK:
-            os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
+            os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])  # without what came after the checkpoint
 
     def finish(self):
         """Saves the model."""
@@ -793,8 +793,8 @@ class Run:
 
 
 def read_command_line():
-    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line. It
-    runs files of code only if the command line names them: someone else may have written the folder."""
+    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line. Its
+    files of code run only if the command line names them again: someone else may have written the folder."""
     read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
     given = read()
     if not given.resume:

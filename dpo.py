@@ -105,12 +105,12 @@ class Args:
     # --- Model: a folder, or a name on the hub ---
     model: Annotated[str, alias("--model-name-or-path", "--sft-model-path")] = f"{TOY}/sft"  # first policy
     lora_r: NonNegativeInt = 0  # rank of LoRA adapters (peft), 0 for none
-    bf16: bool = False  # models run in bfloat16 (autocast), weights and moments stay in float32. Slow on most CPUs
+    bf16: bool = False  # models run in bfloat16 (autocast), trained weights stay in float32. Slow on most CPUs
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
-    zero_stage: Literal[2, 3] = 2  # with several processes, each holds a share of gradients and moments; 3: of weights
+    zero_stage: Literal[2, 3] = 2  # processes divide gradients and moments among them; 3: weights, too
     # --- Data. A row has `prompt`, `chosen`, `rejected`, texts or messages; or two conversations ---
     dataset: Annotated[str, alias("--dataset-name")] = f"{TOY}/data/preferences"  # folder of SPLIT.jsonl, or hub name
-    dataset_config: Annotated[str | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
+    dataset_config: Annotated[str | None, alias("--dataset-config-name")] = None  # which configuration of a hub dataset
     dataset_train_split: str = "train"  # split to train on
     dataset_test_split: str | None = "validation"  # split to evaluate on, if there is one
     # --- Run ---
@@ -456,7 +456,7 @@ def read_rows(args, split):
     else:
         import datasets
 
-        is_path = Path(args.dataset.split("/")[0]).expanduser().is_dir()
+        is_path = path.suffix in (".jsonl", ".parquet") or Path(args.dataset.split("/")[0]).expanduser().is_dir()
         require(not is_path, f"--dataset {path}: there is no such file or folder")
         splits = dict.fromkeys(datasets.get_dataset_split_names(args.dataset, args.dataset_config), path)
     if split not in splits and split in (None, "validation"):
@@ -481,7 +481,8 @@ def read_rows(args, split):
 
 def check_text(text, column):
     """Refuses what is no text, is empty, or is a conversation as JSON text."""
-    is_text = isinstance(text, str) and text.strip() and not text.lstrip().startswith(('[{"role"', '[{"content"'))
+    is_text = isinstance(text, str) and text.strip()
+    is_text = is_text and not "".join(text[:40].split()).startswith(('[{"role"', '[{"content"'))
     require(is_text, f"{column!r} should be a text in all rows, or messages in all rows, but this is {text!r:.60}")
 
 
@@ -502,7 +503,7 @@ def check_messages(messages, last):
         is_message = is_message and message["role"] in ("system", "user", "assistant")
         require(is_message, f"a message has a role (system, user, assistant) and a content, not {message!r:.60}")
         check_text(message["content"], "content")
-    require(messages[-1]["role"] == last, f"the last message is not one of the {last}")
+    require(messages[-1]["role"] == last, f"the last message should be the {last}'s")
 
 
 def render(messages, row, tokenizer, **options):
@@ -536,9 +537,9 @@ def render_answer(messages, row, tokenizer):
 
 
 def encode(texts, tokenizer, is_chat=False):
-    """Token ids of texts that go on: without the EOS that some tokenizers add. A chat template writes BOS itself."""
+    """Token ids of texts that may go on, without the EOS that some tokenizers add. A chat template has its BOS."""
     adds_eos = not is_chat and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
-    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # one token in GPT-2, which knows every text
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}  # one token in GPT-2, which has a token for any text
     rows = []
     for start in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
         batch = tokenizer(texts[start : start + 1000], add_special_tokens=not is_chat)["input_ids"]
@@ -582,8 +583,7 @@ def load_model(auto_class, name, new_weights=()):
     missing, which the library would draw at random; those of a new head may be."""
     require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: see tools/merge.py")
     tokenizer = load_tokenizer(name)
-    is_quantised = hasattr(AutoConfig.from_pretrained(name), "quantization_config")
-    require(not is_quantised, f"{name} is quantised: use the model that it was made of")
+    require(not hasattr(AutoConfig.from_pretrained(name), "quantization_config"), f"{name} is quantised: unsupported")
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
@@ -595,8 +595,8 @@ def load_model(auto_class, name, new_weights=()):
 
 
 def set_stop_tokens(model, is_chat, temperature):
-    """Sets the tokens that end a text: EOS; added tokens of the generation config, whose default can be any token; in
-    conversations, the end of the template's turns. Other programs sample from the saved model as the run does."""
+    """Sets the tokens that end a text: EOS; those of the generation config that are added tokens (a default may be any
+    token); in chats, the end of the template's turns. Other programs sample from the saved model as the run does."""
     tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
     ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
@@ -644,7 +644,7 @@ def start(args):
     if "RANK" in os.environ and not dist.is_initialized():
         if device_type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "gloo"  # sums on the CPU, too, decide when a run ends
+        backend = "gloo"  # Run.steps sums on the CPU
         if device_type != "cpu":
             backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # a process may wait for a slow reward function
@@ -654,7 +654,7 @@ def start(args):
     logging.disable_progress_bar()
     if device_type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    if sys.platform == "linux":  # glibc keeps freed memory: asking for it again takes a tenth of the time on a CPU
+    if sys.platform == "linux":  # glibc keeps freed memory; asking for it again would take a tenth of a run
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
         ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     return replace(args, output_dir=str(folder))
@@ -684,8 +684,8 @@ def place(model, args):
         norms = [module for module in model.modules() if "Norm" in type(module).__name__]  # one group, in float32
         for module in ([norms] if norms else []) + layers + roots:
             sent = torch.bfloat16 if args.bf16 and module in layers else None  # the type of what is gathered
-            policy = MixedPrecisionPolicy(sent, torch.float32, cast_forward_inputs=False)
-            fully_shard(module, mesh=mesh, reshard_after_forward=args.zero_stage == 3, mp_policy=policy)
+            precision = MixedPrecisionPolicy(sent, torch.float32, cast_forward_inputs=False)
+            fully_shard(module, mesh=mesh, reshard_after_forward=args.zero_stage == 3, mp_policy=precision)
     model.to(args.device)
 
 
@@ -716,13 +716,13 @@ class Run:
             self.restore()
         for _ in range(self.step):
             schedule.step()
-        # after a step, what a pass has gathered is old
+        # after an optimiser step, gathered weights are out of date
         optimizer.register_step_post_hook(lambda *_: [part.reshard() for part in shards(self.models)])
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True, disable=RANK > 0)
         self.wandb = None
         if RANK:
             return
-        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or an error
+        revision = subprocess.getoutput(f"git -C '{TOY.parent}' describe --always --dirty")  # or git's error
         (self.output / "args.json").write_text(json.dumps(asdict(args) | {"revision": revision}, indent=2))
         if args.track:
             import wandb
@@ -799,7 +799,7 @@ class Run:
         self.step = saved["step"]
         self.state.update(saved["state"])
         if not RANK:
-            os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])
+            os.truncate(self.output / "metrics.jsonl", saved["num_bytes"])  # without what came after the checkpoint
 
     def finish(self):
         """Saves the model."""
@@ -813,8 +813,9 @@ class Run:
 
 def save_model(model, folder):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter alone (see tools/merge.py)."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # the shares of all processes
-    weights = get_model_state_dict(model, options=options)
+    is_adapter = hasattr(model, "peft_config")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=is_adapter)
+    weights = get_model_state_dict(model, options=options)  # the shares of all processes
     weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
     if not RANK:
         model.save_pretrained(folder, state_dict=weights)
@@ -823,8 +824,8 @@ def save_model(model, folder):
 
 
 def read_command_line():
-    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line. It
-    runs files of code only if the command line names them: someone else may have written the folder."""
+    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line. Its
+    files of code run only if the command line names them again: someone else may have written the folder."""
     read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
     given = read()
     if not given.resume:

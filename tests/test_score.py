@@ -56,7 +56,7 @@ JUDGES = {  # name: settings of the policy's tokenizer, and of the reward model'
 }
 
 
-@pytest.mark.parametrize("judge", slow_but(["other tokens"], JUDGES))
+@pytest.mark.parametrize("judge", slow_but(["other tokens", "another EOS"], JUDGES))
 def test_rewards_are_read_at_the_last_token(judge, tmp_path, write):
     """By hand, row by row: of the policy's tokens; if the tokenizers differ, of the text and the judge's EOS."""
     classes = {"sft": AutoModelForCausalLM, "reward_model": AutoModelForSequenceClassification}

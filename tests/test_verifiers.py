@@ -259,10 +259,13 @@ def test_a_reward_model_as_a_function(kind, tmp_path, monkeypatch):
     torch.testing.assert_close(torch.tensor(ours), theirs, rtol=0, atol=1e-4)
     assert theirs.std() > 0.1
     monkeypatch.setattr(module, "encode_both", lambda *_: [5])
-    assert module.score(asked, said, **tokens) == pytest.approx(ours, abs=1e-5)
+    columns = tokens | dict(prompts_text=[tokenizer.decode(ids) for ids in tokens["prompt_ids"]])
+    assert module.score(asked, said, **columns) == pytest.approx(ours, abs=1e-5)
     for name, ids in tokens.items():  # one token is another
-        changed = tokens | {name: [[9, *row[1:]] for row in ids]}
+        changed = columns | {name: [[9, *row[1:]] for row in ids]}
         assert np.std(module.score(asked, said, **changed)) < 1e-5
+    unknown = columns | dict(completion_ids=[[*ids[:-1], 9999] for ids in tokens["completion_ids"]])
+    assert np.std(module.score(asked, said, **unknown)) < 1e-5
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
     halved = load("rewards/model.py").score(asked, said)
     assert halved != ours  # in bfloat16, but for the head
