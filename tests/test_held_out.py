@@ -93,13 +93,13 @@ def test_memorised_prompts_are_not_held_out_ones(tmp_path):
     assert last["objective/scores"] == 1 and first["eval/objective/scores"] == last["eval/objective/scores"] == 0
 
 
-def test_hopeless_runs_are_told_at_once(held_out, tmp_path, capsys):
-    """Equal scores, and responses that do not end."""
-    (tmp_path / "same.py").write_text("def same(prompts, **_):\n    return [1.0] * len(prompts)\n")
-    settings = held_out("ppo") | dict(reward_fn=(f"{tmp_path}/same.py:same",), response_length=1)
+@pytest.mark.parametrize(("code", "length", "is_told"), [("1.0", 48, True), ("len(x)", 1, True), ("len(x)", 48, False)])
+def test_hopeless_runs_are_told_at_once(code, length, is_told, held_out, tmp_path, capsys):
+    """Equal scores, or responses that do not end."""
+    (tmp_path / "r.py").write_text(f"def f(completions, **_):\n    return [float({code}) for x in completions]\n")
+    settings = held_out("ppo") | dict(reward_fn=(f"{tmp_path}/r.py:f",), response_length=length)
     run("ppo", tmp_path / "run", **settings)
-    told = capsys.readouterr()
-    assert "--reward-fn" in told.out + told.err and "--response-length" in told.out + told.err
+    assert ("--response-length" in capsys.readouterr().out) == is_told
 
 
 @pytest.mark.parametrize("name", slow_but(["ppo"], ON_PROMPTS))

@@ -266,6 +266,9 @@ def test_a_reward_model_as_a_function(kind, tmp_path, monkeypatch):
         assert np.std(module.score(asked, said, **changed)) < 1e-5
     unknown = columns | dict(completion_ids=[[*ids[:-1], 9999] for ids in tokens["completion_ids"]])
     assert np.std(module.score(asked, said, **unknown)) < 1e-5
+    monkeypatch.setattr(module, "encode_both", lambda *_: [5] * 161)
+    with pytest.raises(SystemExit, match="160"):
+        module.score(asked, said)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
     halved = load("rewards/model.py").score(asked, said)
     assert halved != ours  # in bfloat16, but for the head
