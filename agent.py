@@ -382,7 +382,8 @@ def sample_batch(policy, examples, args):
 def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
     """(b, T) log-probabilities of tokens under softmax(logits / temperature), from logits (b, T, V), and the entropies
     (b, T), which are 0 unless they are asked for."""
-    log_softmax = (logits.float() / temperature).log_softmax(-1)
+    scaled = logits.float() if temperature == 1 else logits.float() / temperature
+    log_softmax = scaled.log_softmax(-1)
     logprobs = log_softmax.gather(-1, tokens[..., None]).squeeze(-1)
     entropy = -(log_softmax.exp() * log_softmax).sum(-1) if with_entropy else torch.zeros_like(logprobs)
     return logprobs, entropy.detach()
@@ -409,7 +410,8 @@ class SlicedLogprobs(torch.autograd.Function):
         logits, tokens = ctx.saved_tensors
         columns = [x.reshape(-1, 1).split(ctx.n) for x in (tokens, grad / ctx.temperature)]
         for x, token, slope in zip(logits.flatten(0, 1).split(ctx.n), *columns):  # (n, V), (n, 1), (n, 1)
-            gradient = (x.float() / ctx.temperature).softmax(-1).mul_(-slope)
+            scaled = x.float() if ctx.temperature == 1 else x.float() / ctx.temperature
+            gradient = scaled.softmax(-1).mul_(-slope)
             x.copy_(gradient.scatter_add_(1, token, slope))  # slope * (one_hot - softmax)
         return logits, None, None, None
 
@@ -704,13 +706,12 @@ def read_rows(args, split):
     file = splits[split]
     if file.suffix == ".jsonl":
         rows = parse(file.read_bytes().splitlines(), lambda line: {**json.loads(line)}, file)
-    else:
+    else:  # a schema puts nulls, at any depth, where a row has no such key
         if file.suffix == ".parquet":
             rows = pyarrow.parquet.read_table(file).to_pylist()
         else:
             rows = datasets.load_dataset(args.dataset, args.dataset_config, split=split).to_list()
         text = json.dumps(rows, default=str)  # dates as texts
-        # a schema puts nulls, at any depth, where a row has no such key
         rows = json.loads(text, object_hook=lambda x: {key: value for key, value in x.items() if value is not None})
     require(rows, f"{file} has no rows")
     print(f"{split}: {len(rows)} rows of {file}")

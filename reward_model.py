@@ -453,13 +453,12 @@ def read_rows(args, split):
     file = splits[split]
     if file.suffix == ".jsonl":
         rows = parse(file.read_bytes().splitlines(), lambda line: {**json.loads(line)}, file)
-    else:
+    else:  # a schema puts nulls, at any depth, where a row has no such key
         if file.suffix == ".parquet":
             rows = pyarrow.parquet.read_table(file).to_pylist()
         else:
             rows = datasets.load_dataset(args.dataset, args.dataset_config, split=split).to_list()
         text = json.dumps(rows, default=str)  # dates as texts
-        # a schema puts nulls, at any depth, where a row has no such key
         rows = json.loads(text, object_hook=lambda x: {key: value for key, value in x.items() if value is not None})
     require(rows, f"{file} has no rows")
     print(f"{split}: {len(rows)} rows of {file}")
