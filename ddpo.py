@@ -645,7 +645,6 @@ def start(args):
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     set_seed(args.seed)  # all processes draw the same new weights
     logging.set_verbosity_error()  # transformers would report each new head
-    logging.disable_progress_bar()
     if device_type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
     if sys.platform == "linux":  # glibc keeps freed memory; asking for it again would take a tenth of a run

@@ -365,11 +365,11 @@ def token_logprobs(logits, tokens, temperature=1.0, with_entropy=False):
 
 
 class SlicedLogprobs(torch.autograd.Function):
-    """token_logprobs of logits (b, T, V), in slices of 8 MB. The gradient takes the memory of the logits, so no other
-    tensor has this size; autograd would end the run if another step needed them."""
+    """token_logprobs of logits (b, T, V), in slices of 8 MB: no other tensor has the size of the logits."""
 
     @staticmethod
     def forward(ctx, logits, tokens, temperature, with_entropy):
+        """Log-probabilities (b, T), and entropies (b, T), which have no gradient."""
         logits = logits.contiguous()
         ctx.save_for_backward(logits, tokens)
         ctx.temperature = temperature
@@ -382,6 +382,7 @@ class SlicedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
+        """Writes the gradient over the logits. If another operation needs them, autograd raises an error."""
         logits, tokens = ctx.saved_tensors
         columns = [x.reshape(-1, 1).split(ctx.n) for x in (tokens, grad / ctx.temperature)]
         for x, token, slope in zip(logits.flatten(0, 1).split(ctx.n), *columns):  # (n, V), (n, 1), (n, 1)
@@ -974,7 +975,6 @@ def start(args):
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     set_seed(args.seed)  # all processes draw the same new weights
     logging.set_verbosity_error()  # transformers would report each new head
-    logging.disable_progress_bar()
     if device_type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
     if sys.platform == "linux":  # glibc keeps freed memory; asking for it again would take a tenth of a run

@@ -135,6 +135,7 @@ WRONG += [  # scripts, what is wrong, three good rows, the wrong row, and settin
     (OF_TEXTS, "no answer", CHAT, dict(messages=talk("The film?"))),
     (OF_TEXTS, "ShareGPT", CHAT, dict(messages=[*talk("The film?"), {"from": "gpt", "value": "It is good."}])),
     (OF_TEXTS, "a prompt as JSON", TEXT, TEXT | dict(prompt=json.dumps(talk("The film?")))),
+    (OF_TEXTS, "a prompt as indented JSON", TEXT, TEXT | dict(prompt=json.dumps(talk("The film?"), indent=2))),
     (OF_TEXTS, "the user completes", SAID, SAID | dict(completion=talk("B"))),
     (OF_TEXTS, "the prompt again", TEXT, TEXT | dict(completion="The film is good.")),
     (OF_TEXTS, "a label", TEXT, TEXT | dict(label=False)),

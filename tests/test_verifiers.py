@@ -266,6 +266,16 @@ def test_a_reward_model_as_a_function(kind, tmp_path, monkeypatch):
         assert np.std(module.score(asked, said, **changed)) < 1e-5
     unknown = columns | dict(completion_ids=[[*ids[:-1], 9999] for ids in tokens["completion_ids"]])
     assert np.std(module.score(asked, said, **unknown)) < 1e-5
+    if is_chat:  # without a chat template, messages are read in the policy's
+        tokenizer.chat_template = None
+        for part in (judge, tokenizer):
+            part.save_pretrained(tmp_path / "plain")
+        monkeypatch.setenv("REWARD_MODEL", str(tmp_path / "plain"))
+        plain = load("rewards/model.py")
+        assert plain.score(asked, said, **columns) == pytest.approx(ours, abs=1e-5)
+        with pytest.raises(SystemExit, match="chat template"):
+            plain.score(asked, said)
+        monkeypatch.setenv("REWARD_MODEL", str(tmp_path))
     monkeypatch.setattr(module, "encode_both", lambda *_: [5] * 161)
     with pytest.raises(SystemExit, match="160"):
         module.score(asked, said)
